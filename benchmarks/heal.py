@@ -31,7 +31,7 @@ from convert.healing.memory import expected
 from convert.healing.models import running, student_of
 from convert.healing.plan import HealPlan
 from convert.healing.student import trained
-from convert.healing.texts import GivenTexts
+from convert.healing.texts import TrainingTexts
 from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 
@@ -62,7 +62,7 @@ def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
     from accelerate import Accelerator
 
-    text = GivenTexts.read(plan).known
+    text = TrainingTexts.read(plan).known
     with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         what, other = Trainable(student, names), copy.deepcopy(student)

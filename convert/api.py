@@ -53,13 +53,7 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    from convert.planning.grouped import plan_grouped
-
-    source, calibration, where = _read(model, output, given)
-    how, grouping = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["grouping"]
-    groups, seed, device = given["groups"], given["seed"], given["device"]
-    wanted = grouping, given["output_class"], given["cache_dtype"]
-    return _converted(plan_grouped("gqa", source, groups, how, seed, device, where, calibration, *wanted), given)
+    return _grouped("gqa", model, output, given["groups"], given["grouping"], given)
 
 
 @overload
@@ -80,13 +74,18 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
+    return _grouped("mqa", model, output, 1, "contiguous", given)
+
+
+def _grouped(
+    command: str, model: str | Path, output: str | Path, groups: int, grouping: str, given: Mapping[str, Any]
+) -> Conversion | PlannedConversion:
     from convert.planning.grouped import plan_grouped
 
     source, calibration, where = _read(model, output, given)
     how, seed, device = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["seed"], given["device"]
-    wanted = "contiguous", given["output_class"], given["cache_dtype"]
-    planned = plan_grouped("mqa", source, 1, how, seed, device, where, calibration, *wanted)
-    return _converted(planned, given)
+    wanted = grouping, given["output_class"], given["cache_dtype"]
+    return _converted(plan_grouped(command, source, groups, how, seed, device, where, calibration, *wanted), given)
 
 
 @overload
@@ -208,9 +207,8 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     for form, planned in itertools.product(formats, plans):
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
-        tokens = next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
         evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
-        return sweeping.PlannedSweep(sweeping.with_durations(plans, tokens, evaluated, settings))
+        return sweeping.PlannedSweep(sweeping.with_durations(plans, evaluated, settings))
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:

@@ -22,7 +22,7 @@ from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.output.life import explained
 from convert.output.lock import exclusive
@@ -180,7 +180,8 @@ def sweep(
     require_alone("a sweep")
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
-    _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
+    work = sum(_works(plans, len(held_out.ids[: settings.max_tokens]), settings), Work())
+    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
     with explained("sweep", directory), exclusive(directory):
         ledger = _Ledger(directory, plans)
         if ledger.texts:
@@ -212,33 +213,25 @@ def _swept(
     return found
 
 
-def with_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
+def with_durations(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
     """Each result of a sweep with the seconds that it takes with its evaluation; the first one also those of the source.
 
     Args:
         plans: From `plans_for`.
-        tokens: Of the calibration text.
-        evaluated: Of the held-out text.
+        evaluated: Tokens of the held-out text.
         settings: How it is evaluated.
     """
-    works = _works(plans, tokens, evaluated, settings)
+    works = _works(plans, evaluated, settings)
     return [PlannedConversion(plan, expected_duration(plan, work)) for plan, work in zip(plans, works, strict=True)]
 
 
-def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[Work]:
-    source = plans[0].source
+def _works(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[Work]:
+    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
     decoder = Decoder.of(source.config, source.trust_remote_code)
     decoders = [decoder] * (1 + len(settings.cache_dtypes))
     one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
     first, *others = works_of(plans, tokens)
     return [first + 2 * one, *(work + one for work in others)]
-
-
-def _foretell(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> None:
-    """Say how long a sweep takes from its beginning."""
-    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
-    work = sum(_works(plans, tokens, evaluated, settings), Work())
-    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
 
 
 class _Candidate(NamedTuple):
@@ -251,12 +244,13 @@ class _Candidate(NamedTuple):
     """
 
     name: str
-    method: GroupedMethod | LatentMethod
+    method: Method
     plan: Callable[[Output], Plan]
 
 
 def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
-    heads, everything = _kv_heads(source), wanted.groups is None and wanted.latents is None
+    heads = readable(source).spec(source.config).num_kv_heads
+    everything = wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
     latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents
     return [
@@ -274,7 +268,7 @@ def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
     ]
 
 
-def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
+def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
     """Refuse text that no method of the sweep uses, and steps that none takes."""
     uses = {method.text for method in made_by}
     steps = wanted.steps.flags
@@ -288,8 +282,7 @@ def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | L
 
 def _ours() -> list[str]:
     """Our own methods: with text, they can take the steps beyond a method."""
-    found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
-    found += [methods.load_latent(name) for name in methods.LATENT]
+    found: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
     return [method.name for method in found if method.text is TextUse.USED]
 
 
@@ -303,7 +296,7 @@ def _latent(source: Source, wanted: Wanted, size: LatentRequest, method: LatentM
     return lambda output: plan_latent(source, size, method, text, wanted.device, output, wanted.seed)
 
 
-def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> CalibrationOptions:
+def _calibration(method: Method, wanted: Wanted) -> CalibrationOptions:
     text = wanted.calibration
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()
@@ -314,10 +307,6 @@ def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.methods is None:
         return [name for name in known if name not in methods.CONTROLS]
     return [name for name in known if name in wanted.methods]
-
-
-def _kv_heads(source: Source) -> int:
-    return readable(source).spec(source.config).num_kv_heads
 
 
 def _size_name(size: LatentRequest) -> str:

@@ -21,11 +21,11 @@ from convert.calibration.least_squares import (
     RIDGE,
     TOKENS,
     centred,
-    conjugate_gradients,
     fitted_spans,
     grouped,
     missing,
     ridged,
+    solved,
 )
 from eval.machine.device import rough
 
@@ -64,12 +64,7 @@ def fitted_gains(after: Attention, blocks: Sequence[torch.Tensor], sources: Sequ
     power = torch.stack([fit.power() for fit in fits]).sum(0)
     power = power if len(norm.gain) > 1 else power.sum(0, keepdim=True)
     power = power.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + RIDGE * power * change
-
-    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
-    change = conjugate_gradients(wanted, applied, lambda residual: residual / power)[..., 0]
+    change = solved(fits, lambda change: RIDGE * power * change, lambda residual: residual / power)[..., 0]
     return lambda share: replace(after, k_norm=replace(norm, gain=norm.gain.float() + share * change))
 
 
@@ -92,7 +87,7 @@ class _KeyFit:
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
         probabilities: `[G, n t, s]` of each span, the source's attention p.
-        wanted: `[G, D', E]`, the descent of half the squared error where keys are not changed.
+        wanted: As of `Fit`, `[G, D', E]`.
     """
 
     x: torch.Tensor
@@ -120,7 +115,7 @@ class _KeyFit:
         return replace(self, x=self.x.to(dtype), queries=queries, probabilities=probabilities)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
-        """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
+        """As of `Fit`, `[G, D', E]`."""
         keys = self.keys(change).to(self.x.dtype)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
         return self._gradient(map(centred, logits, self.probabilities))
@@ -172,15 +167,10 @@ class _GainFit(_KeyFit):
 
 
 def _solved(fits: list[_KeyFit], seen: torch.Tensor) -> torch.Tensor:
-    """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
+    """`[G, D', E]`, the change of the keys."""
     power = torch.stack(
         [fit.power() if fit.jacobian.norm is None else fit.power() * fit.jacobian.norm.power() for fit in fits]
     ).sum(0)
     power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     ridge, right = ridged(seen)
-
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + ridge * power * change
-
-    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
-    return conjugate_gradients(wanted, applied, lambda residual: residual / power @ right)
+    return solved(fits, lambda change: ridge * power * change, lambda residual: residual / power @ right)

@@ -11,6 +11,7 @@ fp32 (docs/notes/fits.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -70,20 +71,35 @@ def grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:
     return rows.unflatten(0, (groups, -1)).flatten(1, 2)
 
 
-def conjugate_gradients(
-    wanted: torch.Tensor,
-    applied: Callable[[torch.Tensor], torch.Tensor],
+class Fit(Protocol):
+    """A least squares problem, as far as one block states it.
+
+    Attributes:
+        wanted: `[h, n, m]`, the descent of half the squared error where nothing is changed.
+    """
+
+    @property
+    def wanted(self) -> torch.Tensor: ...
+
+    def curvature(self, change: torch.Tensor) -> torch.Tensor:
+        """`[h, n, m]`, the gradient of half the squared error less that where nothing is changed."""
+
+
+def solved(
+    fits: Sequence[Fit],
+    ridge: Callable[[torch.Tensor], torch.Tensor],
     preconditioned: Callable[[torch.Tensor], torch.Tensor],
     apart: bool = True,
 ) -> torch.Tensor:
-    """A few steps towards the x with applied(x) = wanted, `[h, n, m]`, from zero.
+    """The change `[h, n, m]` after a few steps of conjugate gradients from zero, over the tokens of all blocks.
 
     Args:
-        wanted: The right side.
-        applied: A symmetric, positive operator.
-        preconditioned: Nearly its inverse.
-        apart: Whether these are h problems, none of which sees another one's x.
+        fits: One for each block. Their curvatures are added.
+        ridge: What is added to these, such that all of it is symmetric and positive.
+        preconditioned: Nearly the inverse of that. Where it gives zeros, nothing changes.
+        apart: Whether these are h problems, none of which sees another one's change.
     """
+    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
 
     def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a * b).sum((1, 2) if apart else (0, 1, 2), keepdim=True)
@@ -91,7 +107,7 @@ def conjugate_gradients(
     change, residual, direction = torch.zeros_like(wanted), wanted, preconditioned(wanted)
     energy = products(residual, direction)
     for _ in range(_STEPS):
-        image = applied(direction)
+        image = torch.stack([fit.curvature(direction) for fit in fits]).sum(0) + ridge(direction)
         length = torch.where(energy > 0, energy / products(direction, image), 0)
         change, residual = change + length * direction, residual - length * image
         step = preconditioned(residual)

@@ -20,11 +20,11 @@ from convert.calibration.least_squares import (
     SPAN,
     TOKENS,
     centred,
-    conjugate_gradients,
     diagonal,
     fitted_spans,
     inverse,
     missing,
+    solved,
 )
 from convert.methods.query_latent import joined_met
 
@@ -79,8 +79,8 @@ def _together(count: int, context: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Met:
-    """Keys that the queries of some heads meet in one block.
+class _QueryFit:
+    """The least squares problem of some heads, as far as one block states it.
 
     Attributes:
         queries: `[h, n, D]`, the source's of the fitted tokens, before they are normalised and rotated.
@@ -88,6 +88,8 @@ class _Met:
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
         jacobian: Of what is between projected queries of the fitted tokens and logits: RoPE and perhaps a norm.
         rows: Of each span of these its rows among them, and the token behind its last.
+        probabilities: `[h, t, s]` of each span, the source's attention p.
+        wanted: As of `Fit`, `[h, D, N + P]`.
     """
 
     queries: torch.Tensor
@@ -95,21 +97,26 @@ class _Met:
     rope: torch.Tensor
     jacobian: Jacobian
     rows: list[tuple[slice, int]]
+    probabilities: list[torch.Tensor]
+    wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, spans: list[slice]) -> _Met:
+    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, spans: list[slice]) -> _QueryFit:
+        """The problem of a block's heads, of some of its tokens."""
         tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(source.plain.device)
         ends = list(accumulate(span.stop - span.start for span in spans))
         rows = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
         kept = result.scale * result.kept_nope, result.scale * result.kept_rope
-        return cls(source.plain[:, tokens], *kept, jacobian.of(tokens), rows)
+        probabilities, pulls = missing(source, result, spans)
+        fit = cls(source.plain[:, tokens], *kept, jacobian.of(tokens), rows, probabilities, source.plain.new_zeros(()))
+        return replace(fit, wanted=fit._gradient(pulls))
 
     @property
     def lifts(self) -> bool:
         """Whether what is kept is taken through A to the queries, because it has more dims than they."""
         return self.nope.shape[-1] > self.queries.shape[-1]
 
-    def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
         """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
         if self.lifts:
@@ -119,7 +126,7 @@ class _Met:
         for rows, stop in self.rows:
             yield queries[:, rows] @ kept[:, :stop].mT
 
-    def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
+    def _gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
         queries, kept = self.queries, self.rope if self.lifts else joined(self.rope, self.nope)
         of_queries = queries.new_zeros(*queries.shape[:2], kept.shape[-1])
@@ -133,35 +140,9 @@ class _Met:
             return torch.cat((of_lifted.mT @ self.nope, found), -1)
         return found.roll(self.nope.shape[-1], -1)  # nope dims first
 
-
-@dataclass(frozen=True)
-class _QueryFit:
-    """The least squares problem of some heads, as far as one block states it.
-
-    Attributes:
-        met: What the heads meet.
-        probabilities: `[h, t, s]` of each span of fitted tokens, the source's attention p.
-        wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
-    """
-
-    met: _Met
-    probabilities: list[torch.Tensor]
-    wanted: torch.Tensor
-
-    @classmethod
-    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, spans: list[slice]) -> _QueryFit:
-        """The problem of a block's heads, of some of its tokens."""
-        met, (probabilities, pulls) = _Met.of(source, result, jacobian, spans), missing(source, result, spans)
-        return cls(met, probabilities, met.gradient(pulls))
-
-    @property
-    def count(self) -> int:
-        """Tokens that are fitted."""
-        return self.met.queries.shape[1]
-
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
-        """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
-        return self.met.gradient(map(centred, self.met.logits(change), self.probabilities))
+        """As of `Fit`, `[h, D, N + P]`."""
+        return self._gradient(map(centred, self._logits(change), self.probabilities))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
@@ -172,20 +153,17 @@ class _QueryFit:
             sampled: Of how many tokens to rotate keys back.
         """
         nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
-        split = nope.shape[-1]
-        spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
-        spread[:, :split, :split], spread[:, split:, split:] = nope, rope
-        queries, norm = self.met.queries, self.met.jacobian.norm
+        spread, queries, norm = joined_met(nope, rope), self.queries, self.jacobian.norm
         if norm is not None:
-            queries, gain = queries * norm.inverse, norm.gain.roll(split, -1)  # nope dims first
+            queries, gain = queries * norm.inverse, norm.gain.roll(nope.shape[-1], -1)  # nope dims first
             spread = gain.mT * spread * gain
         return queries.mT @ queries, spread
 
     def _nope_spread(self) -> torch.Tensor:
-        nope = self.met.nope
+        nope = self.nope
         seen = nope.new_zeros(len(self.probabilities[0]), nope.shape[1])
         of_means = nope.new_zeros(())
-        for (_, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+        for (_, stop), probabilities in zip(self.rows, self.probabilities, strict=True):
             seen[:, :stop] += probabilities.sum(1)
             means = probabilities @ nope[:, :stop]
             of_means = of_means + means.mT @ means
@@ -193,14 +171,14 @@ class _QueryFit:
 
     def _rope_spread(self, sampled: int) -> torch.Tensor:
         """Of keys as queries see them that are not rotated: rotated back, for some tokens of each span in place of all."""
-        total = self.met.rope.new_zeros(())
-        for (span, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+        total = self.rope.new_zeros(())
+        for (span, stop), probabilities in zip(self.rows, self.probabilities, strict=True):
             length = probabilities.shape[1]
             count = min(length, sampled)
             rows = evenly_spread(count, length)
-            back = self.met.jacobian.rotation.of(span).adjoint
+            back = self.jacobian.rotation.of(span).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
-            keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
+            keys = back(self.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
             weighted = probabilities[:, rows, :, None] * keys
             means = weighted.sum(2)
             spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
@@ -223,27 +201,23 @@ def _free(before: Attention, after: Record) -> torch.Tensor:
 
 
 def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
-    """`[h, D, N + P]`, the change of A after a few steps of conjugate gradients, over tokens of all blocks.
-
-    Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.
-    """
-    moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.count for fit in fits)
+    """`[h, D, N + P]`, the change of A. Entries that are not `free` stay zero."""
+    moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.queries.shape[1] for fit in fits)
     queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
     spread = diagonal(kept)
-    rope = spread[:, fits[0].met.nope.shape[-1] :]
+    rope = spread[:, fits[0].nope.shape[-1] :]
     rope[:] = rope.mean(-1, keepdim=True)
     spread = spread.maximum(1e-9 * spread.amax(-1, keepdim=True).clamp_min(1e-30))
     ridge = RIDGE * spread
     queries = queries / count
     queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
     left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
-
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return free * (torch.stack([fit.curvature(change) for fit in fits]).sum(0) + queries @ change * ridge[:, None])
-
-    wanted = free * torch.stack([fit.wanted for fit in fits]).sum(0)
-    return conjugate_gradients(wanted, applied, lambda residual: free * (left @ residual @ right))
+    return solved(
+        fits,
+        lambda change: queries @ change * ridge[:, None],
+        lambda residual: free * (left @ (free * residual) @ right),
+    )
 
 
 def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:

@@ -68,11 +68,7 @@ class _LayerFit:
     """The problem of fitting one layer.
 
     Args:
-        run: `(input [b, t, E], weights by their names) -> output`.
-        write: Maps a record to such weights.
-        student: The result, at this layer.
-        teacher: The source, past this layer.
-        layer: The index of the layer.
+        run: `(input [b, t, E], weights by their names) -> output`. The others are as of `refined`.
     """
 
     def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:

@@ -60,14 +60,9 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
     return after
 
 
-def sample_for(width: int) -> int:
-    """The tokens that layers of a model of that width are refitted on."""
-    return max(EXCERPT, min(_TOKENS, _NUMBERS // width))
-
-
-def normed_sample_for(width: int) -> int:
-    """The tokens that the norm of a latent is fitted on (`convert.methods.constant_norm`), for a model of that width."""
-    return max(EXCERPT, min(_NORMED_TOKENS, _NUMBERS // width))
+def sample_for(width: int, normed: bool = False) -> int:
+    """The tokens that layers of a model of that width are fitted on; `normed` with a norm (`convert.methods.constant_norm`)."""
+    return max(EXCERPT, min(_NORMED_TOKENS if normed else _TOKENS, _NUMBERS // width))
 
 
 class _Search:

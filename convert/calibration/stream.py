@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -156,10 +155,8 @@ class LayerStream:
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
         """The layer as a function of its attention's weights, during the block."""
-        path = self._attentions[layer]
-        attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
         with self._loaded(self._within(layer, attention=False)):
-            yield OpenLayer(partial(self._forward, layer), self._model, self._path(layer), attention, self._tensors)
+            yield OpenLayer(self, layer)
 
     def batch(self, layer: int, batch: int) -> torch.Tensor:
         """The layer's inputs of one batch, `[b, t, E]`; for `num_layers`, the outputs of the last layer."""
@@ -245,10 +242,16 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _loaded(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Load these parameters and buffers into the model during the block."""
-        read, buffers = self._finite(weights), dict(self._model.named_buffers())
+        """Load these parameters and buffers into the model during the block; fails if one is not finite."""
+        buffers = dict(self._model.named_buffers())
         # The class computes buffers that the checkpoint lacks.
         given = [name for name in names if name not in buffers or name not in self._tensors.missing]
+
+        def read(name: str) -> torch.Tensor:
+            tensor = weights[name] if weights and name in weights else self._read(name)
+            require_finite(name, tensor)
+            return tensor
+
         try:
             for name in given:
                 dtype = buffers[name].dtype if name in buffers else torch.float32
@@ -261,16 +264,6 @@ class LayerStream:
                     set_module_tensor_to_device(self._model, name, self.device, value=buffers[name])
                 else:
                     set_module_tensor_to_device(self._model, name, "meta")
-
-    def _finite(self, weights: Mapping[str, torch.Tensor] | None = None) -> Read:
-        """A `read` that fails if a tensor is not finite."""
-
-        def read(name: str) -> torch.Tensor:
-            tensor = weights[name] if weights and name in weights else self._read(name)
-            require_finite(name, tensor)
-            return tensor
-
-        return read
 
     @contextlib.contextmanager
     def _watched(
@@ -329,30 +322,22 @@ class OpenLayer:
     """A layer that takes its attention's weights as an argument of each call.
 
     Args:
-        forward: `(input [b, T, E], weights by their names within the layer) -> output`.
-        model: The model of the layer.
-        path: The layer's path in the model.
-        attention: The names of its attention's parameters.
-        tensors: Maps parameters to checkpoint tensors.
+        stream: The model of the layer.
+        layer: Its index.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., torch.Tensor],
-        model: torch.nn.Module,
-        path: str,
-        attention: Sequence[str],
-        tensors: ClassTensors,
-    ) -> None:
+    def __init__(self, stream: LayerStream, layer: int) -> None:
+        self._stream, self._layer, path = stream, layer, stream._attentions[layer]
+        self._attention = [name for name, _ in stream._model.get_submodule(path).named_parameters(path)]
         # Conversions on loading would not pass gradients.
-        assert not any(tensors.is_converted(name) for name in attention), "an attention whose tensors are fused on loading"
-        self._forward, self._model, self._path = forward, model, path
-        self._attention, self._tensors = attention, tensors
+        fused = any(stream._tensors.is_converted(name) for name in self._attention)
+        assert not fused, "an attention whose tensors are fused on loading"
 
     def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
-        given = {name: self._tensors.tensor(name, weights.__getitem__) for name in self._attention}
-        return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in given.items()})
+        stream, inside = self._stream, f"{self._stream._path(self._layer)}."
+        given = {name.removeprefix(inside): stream._tensors.tensor(name, weights.__getitem__) for name in self._attention}
+        return stream._forward(self._layer, hidden, given)
 
     def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
         """The input of one of the layer's modules, given by its path in the model; the layer stops there."""
@@ -362,7 +347,7 @@ class OpenLayer:
             seen.append(args[0])
             raise _EnoughError
 
-        handle = self._model.get_submodule(module).register_forward_pre_hook(look)
+        handle = self._stream._model.get_submodule(module).register_forward_pre_hook(look)
         try:
             with contextlib.suppress(_EnoughError):
                 self(hidden, weights)

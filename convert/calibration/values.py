@@ -15,12 +15,12 @@ from attention.forward import attention_output, heads_of
 from attention.record import Attention
 from convert.calibration.least_squares import (
     RIDGE,
-    conjugate_gradients,
     fitted_spans,
     grouped,
     inverse,
     logits_of,
     ridged,
+    solved,
 )
 from eval.machine.device import rough
 
@@ -53,7 +53,7 @@ class _ValueFit:
         outputs: `[E, G, n, D]`, W_O of each head.
         spans: Tokens whose outputs are fitted.
         probabilities: `[G, n t, s]` of each span, the result's attention p̂.
-        wanted: `[G, D, E]`, the descent of half the squared error where values are not changed.
+        wanted: As of `Fit`, `[G, D, E]`.
     """
 
     x: torch.Tensor
@@ -83,7 +83,7 @@ class _ValueFit:
         return sum(tokens.stop - tokens.start for tokens in self.spans)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
-        """`[G, D, E]`, the gradient of half the squared error less that where values are not changed."""
+        """As of `Fit`, `[G, D, E]`."""
         values, made = self.x @ change.mT.to(self.x.dtype), []
         for tokens, probabilities in zip(self.spans, self.probabilities, strict=True):
             read = (probabilities @ values[:, : tokens.stop]).unflatten(1, (self.outputs.shape[2], -1))  # [G, n, t, D]
@@ -101,17 +101,17 @@ class _ValueFit:
 
 
 def _solved(fits: list[_ValueFit], read: torch.Tensor) -> torch.Tensor:
-    """`[G, D, E]`, the change of the values after a few steps of conjugate gradients, over tokens of all blocks."""
+    """`[G, D, E]`, the change of the values."""
     outputs = fits[0].outputs.float().permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
     left = outputs.mT @ outputs
     least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
     left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
     left_inverse, (ridge, right) = inverse(left), ridged(read)
     count = sum(fit.count for fit in fits)
-
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + count * ridge * left @ change
-
-    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
     # One problem: the outputs of all heads are added.
-    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right / count, apart=False)
+    return solved(
+        fits,
+        lambda change: count * ridge * left @ change,
+        lambda residual: left_inverse @ residual @ right / count,
+        apart=False,
+    )

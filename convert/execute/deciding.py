@@ -66,14 +66,15 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
 
 
 def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Decision:
-    rotary, splits = _rotary(job.plan), target.splits or (target,)
+    rotary = job.plan.family.first_rotary(job.plan.source.config) or no_rotary()
+    splits = target.splits or (target,)
     choice = _Choice.recalled(job.work)
     if choice is None:
         choice = _choose(job, splits, rotary, statistics)
         job.work.remember("decision", asdict(choice))
     chosen = splits[choice.split]
     chosen = chosen.with_ranks(choice.ranks) if choice.ranks else chosen
-    allocation = choice.allocation(chosen.allocation(rotary))
+    allocation = chosen.allocation(rotary).keeping(choice.pairs, choice.pursued)
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
     ranks = {"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}
     found = {"rotary_frequencies": list(choice.pairs), **tried, **ranks}
@@ -116,9 +117,6 @@ class _Choice:
         except (KeyError, TypeError, ValueError):  # written by another version: decide again
             return None
 
-    def allocation(self, without_pairs: Allocation) -> Allocation:
-        return without_pairs.keeping(self.pairs, self.pursued)
-
 
 def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics: StatisticsOf) -> _Choice:
     measured, tried = _measured(job, splits[0].method, splits, statistics), list[dict[str, Any]]()
@@ -149,12 +147,6 @@ def _tried(split: LatentTarget, offer: Allocation, error: float) -> dict[str, An
 def _offers(split: LatentTarget, measured: list[Any], without_pairs: Allocation) -> list[Allocation]:
     count = split.spec.qk_rope_head_dim // 2
     return split.method.allocate(measured, count, without_pairs) if count else [without_pairs.keeping((), False)]
-
-
-def _rotary(plan: Plan) -> Rotary:
-    """The rotary embedding of the layers with RoPE; one of no dims if there are none."""
-    rotaries = (plan.family.rotary(plan.source.config, layer) for layer in range(plan.before.num_layers))
-    return next((rotary for rotary in rotaries if rotary), no_rotary())
 
 
 def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], statistics: StatisticsOf) -> list[Any]:

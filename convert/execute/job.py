@@ -57,7 +57,7 @@ class Job:
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
-        assumed = self._assumed(layer)
+        assumed = Statistics.assumed(self.plan.source.decoder.hidden_size, *self._input_norm(layer))
         if not self.plan.reads_projections:
             return assumed
         projections = self.read_layer(layer)[1].projections
@@ -73,9 +73,6 @@ class Job:
         """Whether the output of a layer's attention goes through a norm before it is added to the residual stream."""
         norm = self.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
         return norm is not None and norm.name in self.reader.infos
-
-    def _assumed(self, layer: int) -> Statistics:
-        return Statistics.assumed(self.plan.source.decoder.hidden_size, *self._input_norm(layer))
 
     def _input_norm(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gain and bias of the norm of a layer's input, `[E]` each, fp64; None for what it lacks."""

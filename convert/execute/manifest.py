@@ -6,7 +6,7 @@ It reads only names, shapes and dtypes, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
     layout = plan.target.host.layout(plan.family)
     sized = plan.target.host.sized(plan.source.raw, config, plan.target.spec)
-    check_attention(plan, reader)
+    _check_attention(plan, reader)
     layers = range(0 if plan.target.copies else plan.before.num_layers)
     layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}
     tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
@@ -124,7 +124,8 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
         elif plan.target.copies or (plan.family is layout and plan.family.names.place(name) is None):
-            units.append(_copy(name, reader.infos[name].stored_as(stored)))
+            place = Place(name, (name,))
+            units.append(Unit((place,), {name: reader.infos[name].stored_as(stored)}, (place,)))
         elif reason := _has_no_place(plan.family, layout, name):
             dropped[name] = reason
         else:
@@ -140,15 +141,39 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     return Manifest(tuple(units), {name: why for name, why in sorted(dropped.items()) if name not in written})
 
 
-def check_attention(plan: Plan, reader: Reader) -> None:
+def _check_attention(plan: Plan, reader: Reader) -> None:
     """Compare the attention of every layer with the config.
 
     Raises:
-        Failure: A tensor is missing or unknown, or has another shape.
+        Failure: A tensor is missing or unknown, or has another shape; or there are layers beyond the config's last, which would
+            be copied unconverted.
     """
-    for layer in range(plan.before.num_layers):
-        _check_layer(plan, reader, layer, plan.family.shapes(plan.source.config, layer))
-    _check_depth(plan, reader)
+    layers, computed = plan.before.num_layers, plan.family.computed
+    for layer in range(layers):
+        where, expected = f"layer {layer} of {plan.source.reference}", plan.family.shapes(plan.source.config, layer)
+        for name, shape in expected.items():
+            if name not in reader.infos:
+                raise Failure(f"{where} lacks tensor {name}", hint=_OTHER_MODEL)
+            found = reader.infos[name].shape
+            if found != shape:
+                raise Failure(
+                    f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
+                    hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
+                )
+        module = plan.family.module(layer) + "."
+        # Old checkpoints store what classes now compute; where the class stays the same, it is copied like any other tensor.
+        extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith(computed)]
+        if extra:
+            raise Failure(
+                f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",
+                hint="converting would drop it; check the biases and norms that config.json switches on",
+            )
+    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(plan.source.config, 0)]
+    if there := [name for name in beyond if name in reader.infos]:
+        raise Failure(
+            f"config.json gives {layers} layers, and the weights hold {there[0]}",
+            hint="set num_hidden_layers to what the weights have",
+        )
 
 
 def _attention_unit(
@@ -160,11 +185,6 @@ def _attention_unit(
     dtypes, first = layout.dtypes(source, family, config, layer), source[names[0]].dtype
     outputs = {name: TensorInfo(shape, dtypes.get(name, first)).stored_as(stored) for name, shape in shapes}
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
-
-
-def _copy(name: str, info: TensorInfo) -> Unit:
-    place = Place(name, (name,))
-    return Unit((place,), {name: info}, (place,))
 
 
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
@@ -230,38 +250,6 @@ def _connected(family: Family, layout: Family, name: str) -> tuple[list[Place], 
                 there[1].add(place.name)
         if {role for place in (*sources, *places) for role in place.roles} == roles and places:
             return sources, places
-
-
-def _check_layer(plan: Plan, reader: Reader, layer: int, expected: Mapping[str, tuple[int, ...]]) -> None:
-    where = f"layer {layer} of {plan.source.reference}"
-    for name, shape in expected.items():
-        if name not in reader.infos:
-            raise Failure(f"{where} lacks tensor {name}", hint=_OTHER_MODEL)
-        found = reader.infos[name].shape
-        if found != shape:
-            raise Failure(
-                f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
-                hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
-            )
-    module = plan.family.module(layer) + "."
-    # Old checkpoints store what classes now compute; where the class stays the same, it is copied like any other tensor.
-    extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith(plan.family.computed)]
-    if extra:
-        raise Failure(
-            f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",
-            hint="converting would drop it; check the biases and norms that config.json switches on",
-        )
-
-
-def _check_depth(plan: Plan, reader: Reader) -> None:
-    """Refuse attention beyond the config's last layer, which would be copied unconverted."""
-    layers = plan.before.num_layers
-    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(plan.source.config, 0)]
-    if found := [name for name in beyond if name in reader.infos]:
-        raise Failure(
-            f"config.json gives {layers} layers, and the weights hold {found[0]}",
-            hint="set num_hidden_layers to what the weights have",
-        )
 
 
 def deal(units: Iterable[Unit], limit: int) -> list[list[Unit]]:

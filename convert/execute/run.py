@@ -9,8 +9,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,20 @@ import torch
 
 from attention.errors import Failure, KvfoldError
 from convert.calibration.own_text import own_text
+from convert.calibration.survey import survey
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
+from convert.checkpoint.shelf import Shelf
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion, decided, splits_of
-from convert.execute.deciding import Decision, decide
+from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.forecast import foretell_conversion, reads_text
 from convert.execute.job import Job, device_of
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.provenance import provenance_of, with_healing
 from convert.execute.sequence import in_sequence
-from convert.execute.surveyed import Surveyed
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
@@ -44,11 +45,15 @@ from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
-from eval.machine.device import out_of_memory, rough
+from eval.machine.device import rough
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
+_LESS_MEMORY = (
+    "free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with text, a shorter "
+    "--calibration-context"
+)
 # Distils the result in a work directory on the calibration text; returns the entry `healing` of its provenance.
 Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str, Any] | None]
 
@@ -132,19 +137,55 @@ class _Conversion(Task):
         return None if self.foretold else foretell_conversion(self.plan, self.texts.count if self.texts else 0, evaluated)
 
     def make(self, work: WorkDirectory) -> Made:
-        plan, reader = self.plan, self.reader
-        own_texts = _own_text_directory(plan, reader, work, self.statistics_in)
-        text = None if self.texts is None else self.texts.with_own(_written(plan, own_texts, self.progress))
+        plan = self.plan
+        own_texts = self._directory(work)
+        text = None if self.texts is None else self.texts.with_own(self._written(own_texts))
         for remark in text.remarks(plan.channels) if text else ():
             _log.warning(remark)
         if text and (own := text.own) is not None:
             write_own_text(work.path, own)
-        kept = _statistics_directory(plan, reader, work, text and text.surveyed(), self.statistics_in)
-        job = Job(plan, reader, work, text, device_of(plan), self.progress, kept)
-        plan, provenance = _convert(job, self._manifest)
+        job = Job(plan, self.reader, work, text, device_of(plan), self.progress, self._statistics_directory(work, text))
+        with work.kept_without_memory(job.device, _LESS_MEMORY):
+            plan, provenance = _convert(job, self._manifest)
         provenance = with_healing(provenance, self.heal(plan, work, text.tokens, job.device, self.progress) if text else None)
-        checked = None if plan.target.copies else _checked_result(plan, work, self.texts, own_texts, self.progress)
-        return Made(provenance | {"check": checked}, text.tokens if text else None)
+        check = None if plan.target.copies else self._checked(plan, work, own_texts)
+        return Made(provenance | {"check": check}, text.tokens if text else None)
+
+    def _statistics_directory(self, work: WorkDirectory, text: CalibrationText | None) -> Path:
+        """The directory of the statistics of the source on this text."""
+        if text is None:
+            return work.survey
+        seen = text.surveyed()
+        return self._directory(
+            work, seen.tokens.hash, seen.blocks.lengths, *(["behind norms"] if self.plan.reads_projections else [])
+        )
+
+    def _directory(self, work: WorkDirectory, *of: Any) -> Path:
+        """The directory of what is made from the source and these inputs, for this conversion or for several ones."""
+        if self.statistics_in is None:
+            return work.survey
+        source = self.plan.source
+        made_from = [str(source.files), source.raw, self.reader.fingerprint(), *of, str(device_of(self.plan)), versions()]
+        directory = self.statistics_in / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _written(self, kept: Path) -> torch.Tensor | None:
+        """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+        plan = self.plan
+        if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
+            return None
+        return own_text(plan.source, rows, plan.calibration.context, plan.seed, device_of(plan), kept, self.progress)
+
+    def _checked(self, plan: Plan, work: WorkDirectory, own_texts: Path) -> dict[str, Any] | None:
+        """The result's loss on texts that were not fitted."""
+        texts = self.texts
+        others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
+        try:
+            return checked(plan, work.path, others, device_of(plan), own_texts, self.progress)
+        except KvfoldError:
+            work.keep()  # the weights are complete
+            raise
 
     def card(self, provenance: dict[str, Any]) -> str:
         return model_card(decided(self.plan, provenance), provenance)
@@ -163,23 +204,6 @@ class _Conversion(Task):
         return manifest
 
 
-def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared: Path | None) -> Path:
-    """The directory of what the model writes."""
-    if shared is None:
-        return work.survey
-    return _directory_of(
-        shared, [str(plan.source.files), plan.source.raw, reader.fingerprint(), str(device_of(plan)), versions()]
-    )
-
-
-def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
-    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
-    if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
-        return None
-    source, context, device = plan.source, plan.calibration.context, device_of(plan)
-    return own_text(source, rows, context, plan.seed, device, kept, progress)
-
-
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
     """Check the written files against the class that will load them."""
     written = Source.parse(str(work.path), plan.source.trust_remote_code)
@@ -195,7 +219,7 @@ def _without_computed(plan: Plan, reader: Reader) -> dict[str, TensorInfo]:
 
 
 def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
-    """Decide, then write everything but the provenance. If the device runs out of memory, the work stays for `--resume`.
+    """Decide, then write everything but the provenance.
 
     Returns:
         The plan with the choices made, and its provenance.
@@ -203,7 +227,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     try:
         require_space(job, manifest)
         named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
-        surveyed = Surveyed(job, job.text) if job.text and reads_text(job.plan) else None
+        surveyed = _surveyed(job, job.text) if job.text and reads_text(job.plan) else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
@@ -220,17 +244,19 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
-    except KvfoldError:
-        raise
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        job.work.keep()
-        raise Failure(
-            f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
-            hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
-            "text, a shorter --calibration-context",
-        ) from None
+
+
+def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
+    """Maps a layer to its statistics on the text, which are surveyed when they are first asked for."""
+    seen = text.surveyed()
+
+    @cache
+    def found() -> StatisticsOf:
+        plan, spool, shelf = job.plan, job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
+        stream = job.stream(seen, plan.source.config, plan.family.module, job.reader.__getitem__, job.reader.infos, spool)
+        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
+
+    return lambda layer: replace(found()(layer), context=seen.calibration.max_context)
 
 
 def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str, Any]:
@@ -254,27 +280,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {"command": command, **without_text(options), "heal": None}
 
 
-def _statistics_directory(
-    plan: Plan, reader: Reader, work: WorkDirectory, text: CalibrationText | None, shared: Path | None
-) -> Path:
-    """The directory of the statistics of this source on this text."""
-    if shared is None or text is None:
-        return work.survey
-    source = plan.source
-    found_in = [str(source.files), source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
-    if plan.reads_projections:
-        found_in.append("behind norms")
-    return _directory_of(shared, [*found_in, str(device_of(plan)), versions()])  # these affect rounding
-
-
-def _directory_of(shared: Path, inputs: list[Any]) -> Path:
-    """The directory, among those of several conversions, of what was made from these inputs."""
-    directory = shared / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed | None) -> MakeLayer:
+def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: StatisticsOf | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
     change, statistics = decision.change, surveyed or job.assumed
     if job.text and surveyed and job.text.calibration.in_sequence and change is not None:
@@ -286,15 +292,3 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed
         return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
 
     return make
-
-
-def _checked_result(
-    plan: Plan, work: WorkDirectory, texts: GivenTexts | None, own_texts: Path, progress: Progress
-) -> dict[str, Any] | None:
-    """The result's loss on texts that were not fitted."""
-    others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-    try:
-        return checked(plan, work.path, others, device_of(plan), own_texts, progress)
-    except KvfoldError:
-        work.keep()  # the weights are complete
-        raise

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from transformers import AutoConfig
 
 from attention.record import Attention, Record
 from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
-from convert.calibration.refit import normed_sample_for, sample_for
+from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
@@ -54,14 +55,15 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
         for layer in range(begin, layers):
             if shelf.has(layer):
                 converted = _get(shelf, layer)
-                pair.skip(layer)
+                pair.teacher.advance(layer, keep=True)
             else:
                 converted = _converted(job, pair, decision, layer)
                 shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
             done(1)
-    pair.discard()
+    for stream in (pair.teacher, pair.student):
+        stream.discard()
     return partial(_get, shelf)
 
 
@@ -91,8 +93,6 @@ class _Pair:
 
     @classmethod
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
-        from transformers import AutoConfig
-
         plan, work = decision.plan, job.work.survey
         layout = plan.target.host.layout(plan.family)
         config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
@@ -115,15 +115,6 @@ class _Pair:
             stream.embed()
         return 0
 
-    def skip(self, layer: int) -> None:
-        """Run the source past a layer that is converted already."""
-        self.teacher.advance(layer, keep=True)
-
-    def discard(self) -> None:
-        """Remove the files on disk."""
-        for stream in (self.teacher, self.student):
-            stream.discard()
-
     def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
         """The layer's attention in the result's layout, fp32."""
         tensors = self.layout.join(record, self.plan.target.spec, layer)
@@ -131,8 +122,8 @@ class _Pair:
 
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
         """Statistics of the inputs of the source's layer."""
-        fitting = normed_sample_for if self.plan.target.host.portable else sample_for
-        sample = fitting(self.teacher.width) if self.text.calibration.refit else EXCERPT
+        portable = self.plan.target.host.portable
+        sample = sample_for(self.teacher.width, normed=portable) if self.text.calibration.refit else EXCERPT
         moments = Moments(layer, self.teacher, attention, sample, shown)
         self.teacher.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.calibration.max_context)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from attention import rope
 from attention.qk_norm import NormForm
 from attention.record import Record
 from attention.rope import Rotary
@@ -41,8 +42,8 @@ class Traits:
     Attributes:
         qkv_bias: Whether Q, K and V have biases.
         o_bias: Whether O has a bias.
-        qk_norm: The QK-norm, or None.
         layers_with_rotary: How many layers have RoPE.
+        qk_norm: The QK-norm, or None.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that are set and make the class do more than the record describes.
         latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
@@ -50,10 +51,10 @@ class Traits:
 
     qkv_bias: bool
     o_bias: bool
-    qk_norm: NormForm | None
     layers_with_rotary: int
-    adds_output: bool
-    extra_features: Mapping[str, Any]
+    qk_norm: NormForm | None = None
+    adds_output: bool = True
+    extra_features: Mapping[str, Any] = field(default_factory=dict)
     latent_norm: NormForm | None = None
 
     @property
@@ -189,20 +190,16 @@ class Family(ABC):
 
     def traits(self, config: Any) -> Traits:
         """Features of a config's attention besides projections; output classes accept or refuse it by these."""
-        return Traits(
-            qkv_bias=False,
-            o_bias=False,
-            qk_norm=None,
-            layers_with_rotary=config.num_hidden_layers,
-            adds_output=True,
-            extra_features={},
-        )
+        return Traits(qkv_bias=False, o_bias=False, layers_with_rotary=config.num_hidden_layers)
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
         """How the layer's queries and keys rotate with position, or None if they do not."""
-        from attention import rope
-
         return rope.from_config(config, self.spec(config).head_dim)
+
+    def first_rotary(self, config: Any) -> Rotary | None:
+        """How the first layer that has RoPE rotates; None if none has."""
+        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
+        return next((rotary for rotary in rotaries if rotary), None)
 
     def inner_window(self, config: Any, layer: int) -> int | None:
         """How many tokens a layer sees, if its class has that window inside its attention, so that its masks lack it."""
@@ -257,8 +254,7 @@ class Family(ABC):
     def describe(self, config: Any) -> dict[str, Any]:
         """The facts about a config that `convert inspect` prints, read without weights."""
         traits = self.traits(config)
-        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
-        rotary = next((rotary for rotary in rotaries if rotary), None)
+        rotary = self.first_rotary(config)
         parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {"rope_type": "default"}
         return {
             "qkv_bias": traits.qkv_bias,

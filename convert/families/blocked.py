@@ -6,10 +6,8 @@ The blocks were the parts of the model on four devices; the class fixes their nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.separate import GPTJ
 from convert.families.stacked import StackedProjections
@@ -31,26 +29,11 @@ class BlockedProjections(StackedProjections):
             return f"its projections have {_BLOCKS} blocks of equally many heads, and num_attention_heads is {heads}"
         return super().unreadable(config)
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        stacked = {name: _stacked(tensor) if self._in_blocks(name) else tensor for name, tensor in tensors.items()}
-        return super().split(stacked, config, layer)
+    def in_order(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        return rows.unflatten(0, (_BLOCKS, 3, -1)).transpose(0, 1)[_ORDER].flatten(0, 2)
 
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        stacked = super().join(record, spec, layer)
-        return {name: _blocked(tensor) if self._in_blocks(name) else tensor for name, tensor in stacked.items()}
-
-    def _in_blocks(self, name: str) -> bool:
-        return name.endswith(f".{self.qkv_name}.weight")
-
-
-def _stacked(rows: torch.Tensor) -> torch.Tensor:
-    """Rows in blocks, as those of all queries, all keys and all values."""
-    return rows.unflatten(0, (_BLOCKS, 3, -1)).transpose(0, 1)[_ORDER].flatten(0, 2)
-
-
-def _blocked(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_stacked`."""
-    return rows.unflatten(0, (3, _BLOCKS, -1))[_ORDER].transpose(0, 1).flatten(0, 2)
+    def in_file(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        return rows.unflatten(0, (3, _BLOCKS, -1))[_ORDER].transpose(0, 1).flatten(0, 2)
 
 
 ROWS = [BlockedProjections("codegen", **GPTJ)]

@@ -6,11 +6,13 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from convert.families.base import Traits
 from convert.families.interleaved import InterleavedProjections
 from convert.families.names import Row
+from convert.families.separate import nowhere
 from convert.families.tables import megatron
 
 _LAYERS = "transformer.h"
@@ -19,30 +21,13 @@ _LAYERS = "transformer.h"
 class Bloom(InterleavedProjections):
     """Biases are everywhere."""
 
-    model_type = "bloom"
-    names = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
-        Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
-    )
-    attention_path = f"{_LAYERS}.{{layer}}.self_attention"
-    base = "transformer"
-
     def unreadable(self, config: Any) -> str | None:
         if config.pretraining_tp > 1 and config.slow_but_exact:
             return f"its class leaves out biases (slow_but_exact is true and pretraining_tp is {config.pretraining_tp})"
         return None
 
     def traits(self, config: Any) -> Traits:
-        return Traits(
-            qkv_bias=True,
-            o_bias=True,
-            qk_norm=None,
-            layers_with_rotary=0,
-            adds_output=not config.apply_residual_connection_post_layernorm,
-            extra_features={},
-        )
-
-    def rotary(self, config: Any, layer: int) -> None:
-        return None
+        return replace(super().traits(config), adds_output=not config.apply_residual_connection_post_layernorm)
 
     def slopes(self, config: Any) -> tuple[float, ...]:
         heads = config.num_attention_heads
@@ -56,4 +41,14 @@ def _falling(heads: int) -> list[float]:
     return [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
 
 
-FAMILY = Bloom()
+FAMILY = Bloom(
+    "bloom",
+    names=megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
+        Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
+    ),
+    qkv_bias=True,
+    o_bias=True,
+    rotates=nowhere,
+    attention_path=f"{_LAYERS}.{{layer}}.self_attention",
+    base="transformer",
+)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from attention import rope
 from attention.qk_norm import NormForm
+from attention.record import FactoredAttention, LatentProjections, Record
+from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, in_layers
-from convert.families.projections import join_latent, latent_shapes, split_latent
+from convert.families.projections import join_latent, latent_shapes, split_factors, split_latent
 from convert.families.tables import EXPERTS, LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-    from attention.record import FactoredAttention, Record
-    from attention.rope import Rotary
 
 _SIZE = 2.0**8  # of latents that are divided by their norm
 _NORM = NormForm("rms", "head", False, False, 1e-6)  # whatever the config's rms_norm_eps
@@ -70,16 +70,12 @@ class NormalisedLatent(Family):
         return Traits(
             qkv_bias=bool(config.attention_bias),
             o_bias=bool(config.attention_bias),
-            qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=self.adds_output,
-            extra_features={},
             latent_norm=_NORM,
         )
 
     def rotary(self, config: Any, layer: int) -> Rotary:
-        from attention import rope
-
         pairing = self.pairing
         if pairing == "config":
             pairing = "interleaved" if config.rope_interleave else "half"
@@ -106,32 +102,16 @@ class NormalisedLatent(Family):
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> FactoredAttention:
         import torch
 
-        from attention.record import FactoredAttention
-
         prefix, spec = f"{self.module(layer)}.", self.spec(config)
         local = {_renamed(name.removeprefix(prefix)): tensor for name, tensor in tensors.items()}
-        rank, nope, heads = spec.kv_lora_rank or 0, spec.qk_nope_head_dim, spec.num_heads
-        up = local["kv_b_proj.weight"].unflatten(0, (heads, nope + spec.head_dim))
-        queries, both = (torch.eye(n, dtype=up.dtype, device=up.device) for n in (spec.key_dim, rank + spec.qk_rope_head_dim))
-        queries = queries.expand(heads, -1, -1)
-        return FactoredAttention(
-            q_nope=queries[:, :nope],
-            q_rope=queries[:, nope:],
-            k_rope=both[rank:],
-            down=both[:rank],
-            up_k=up[:, :nope],
-            up_v=up[:, nope:],
-            o=local["o_proj.weight"].unflatten(1, (heads, spec.head_dim)),
-            scale=self.scale(config),
-            rotary=self.rotary(config, layer),
-            o_bias=local.get("o_proj.bias"),
-            projections=split_latent(local, heads, _NORM),
-        )
+        up, both = local["kv_b_proj.weight"], (spec.kv_lora_rank or 0) + spec.qk_rope_head_dim
+        queries, cached = (torch.eye(n, dtype=up.dtype, device=up.device) for n in (spec.key_dim, both))
+        behind = local | {"q_proj.weight": queries.repeat(spec.num_heads, 1), "kv_a_proj_with_mqa.weight": cached}
+        record = split_factors(behind, spec, self.scale(config), self.rotary(config, layer))
+        return replace(record, projections=split_latent(local, spec.num_heads, _NORM))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch
-
-        from attention.record import FactoredAttention, LatentProjections
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         if record.normalised:

@@ -13,7 +13,7 @@ from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.interleaved import InterleavedProjections
-from convert.families.names import NameTable, in_layers
+from convert.families.names import in_layers
 from convert.families.tables import megatron
 
 if TYPE_CHECKING:
@@ -25,20 +25,9 @@ _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm")
 
 
 class Falcon(InterleavedProjections):
-    """One of its two tables of names.
+    """One of its two tables of names."""
 
-    Args:
-        names: As in `Family`.
-    """
-
-    model_type = "falcon"
-    attention_path = f"{_LAYERS}.{{layer}}.self_attention"
-    base = "transformer"
-    biased_by = "bias"
     shares_one_head = True
-
-    def __init__(self, names: NameTable) -> None:
-        self.names = names
 
     def for_config(self, config: Any) -> Family:
         return _FOR_TWO_NORMS if config.new_decoder_architecture and _norms(config) == 2 else FAMILY
@@ -92,14 +81,7 @@ class Falcon(InterleavedProjections):
         return facts
 
     def traits(self, config: Any) -> Traits:
-        return Traits(
-            qkv_bias=bool(config.bias),
-            o_bias=bool(config.bias),
-            qk_norm=None,
-            layers_with_rotary=config.num_hidden_layers,
-            adds_output=not (config.parallel_attn or config.new_decoder_architecture),
-            extra_features={},
-        )
+        return replace(super().traits(config), adds_output=not (config.parallel_attn or config.new_decoder_architecture))
 
 
 def _rotating_everywhere(a: Attention) -> Attention:
@@ -125,5 +107,12 @@ def _norms(config: Any) -> int:
     return default if config.num_ln_in_parallel_attn is None else config.num_ln_in_parallel_attn
 
 
-FAMILY = Falcon(_ONE_NORM)
-_FOR_TWO_NORMS = Falcon(_TWO_NORMS)
+FAMILY = Falcon(
+    "falcon",
+    names=_ONE_NORM,
+    qkv_bias="bias",
+    o_bias="bias",
+    attention_path=f"{_LAYERS}.{{layer}}.self_attention",
+    base="transformer",
+)
+_FOR_TWO_NORMS = replace(FAMILY, names=_TWO_NORMS)

@@ -24,6 +24,7 @@ from convert.families.projections import (
     join_projections,
     latent_shapes,
     projection_shapes,
+    split_factors,
     split_latent,
     split_projections,
 )
@@ -76,21 +77,16 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
-        prefix, spec, scale = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.scale(config)
+        prefix, spec, behind = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.needs_projections(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        own, scale, rotary = _renamed(local) if behind else local, self.scale(config), self.rotary(config, layer)
         record: Record
-        if self.needs_projections(config):
-            renamed, rotary = _renamed(local), self.rotary(config, layer)
-            if spec.kv_lora_rank:
-                record = _split_factors(renamed, spec, scale, rotary)
-            else:
-                record = split_projections(renamed, spec.head_dim, scale, rotary)
-            record = replace(record, projections=_projections(local, config))
-        elif spec.kv_lora_rank:
-            record = _split_factors(local, spec, scale, self.rotary(config, layer))
+        if spec.kv_lora_rank:
+            record = split_factors(own, spec, scale, rotary or no_rotary())
         else:
-            record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
-        return replace(record, scoring=self.scoring(config, layer))
+            record = split_projections(own, spec.head_dim, scale, rotary)
+        projections = _projections(local, config) if behind else None
+        return replace(record, projections=projections, scoring=self.scoring(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
@@ -230,34 +226,8 @@ def _join_projected(p: Projections | Attention) -> dict[str, torch.Tensor]:
     return local
 
 
-def _split_factors(
-    local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary | None
-) -> FactoredAttention:
-    """The record of these tensors, as views."""
-    nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank or 0
-    queries, down, up, o = (local[f"{name}.weight"] for name in _NAMES)
-    queries, up = (rows.unflatten(0, (spec.num_heads, -1)) for rows in (queries, up))
-    q_bias = local["q_proj.bias"].unflatten(0, (spec.num_heads, -1)) if "q_proj.bias" in local else None
-    k_bias = local.get("kv_a_proj_with_mqa.bias")
-    return FactoredAttention(
-        q_nope=queries[:, :nope],
-        q_rope=queries[:, nope:],
-        k_rope=down[rank:],
-        down=down[:rank],
-        up_k=up[:, :nope],
-        up_v=up[:, nope:],
-        o=o.unflatten(1, (spec.num_heads, -1)),
-        scale=scale,
-        rotary=rotary or no_rotary(),
-        q_nope_bias=None if q_bias is None else q_bias[:, :nope],
-        q_rope_bias=None if q_bias is None else q_bias[:, nope:],
-        k_rope_bias=None if k_bias is None else k_bias[rank:],
-        o_bias=local.get("o_proj.bias"),
-    )
-
-
 def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `_split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+    """The inverse of `split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
     assert record.q_down is None, "the class has no latent of queries"

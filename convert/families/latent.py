@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attention import rope
 from attention.errors import Failure
 from attention.neutral import constant_channels
+from attention.record import FactoredAttention, Record
+from attention.rope import Pairing, Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
@@ -33,14 +37,11 @@ from convert.families.neutral import (
     query_scale,
     split_query_bias,
 )
-from convert.families.projections import or_zeros
+from convert.families.projections import or_zeros, split_factors
 from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-    from attention.record import FactoredAttention, Record
-    from attention.rope import Pairing, Rotary
 
 
 class LatentLayout(Family):
@@ -73,45 +74,18 @@ class LatentLayout(Family):
 
     def traits(self, config: Any) -> Traits:
         depth = math.sqrt(config.num_hidden_layers)  # the class scales what layers add by scale_depth / depth
-        return Traits(
-            qkv_bias=config.q_lora_rank is not None,
-            o_bias=True,
-            qk_norm=None,
-            layers_with_rotary=config.num_hidden_layers,
-            adds_output=getattr(config, "scale_depth", depth) == depth,
-            extra_features={},
-        )
+        adds_output = getattr(config, "scale_depth", depth) == depth
+        return replace(super().traits(config), qkv_bias=config.q_lora_rank is not None, o_bias=True, adds_output=adds_output)
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         rank = config.kv_lora_rank
         return rank - len(constants(rank)) + config.qk_rope_head_dim - rope_dim
 
     def rotary(self, config: Any, layer: int) -> Rotary:
-        from attention import rope
-
         return rope.from_config(config, config.qk_rope_head_dim, self.pairing)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        heads, width = config.num_attention_heads, config.hidden_size
-        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        rank, query = config.kv_lora_rank, config.q_lora_rank
-        shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (heads * (nope + rope), width)}
-        if query is not None:
-            shapes = {
-                "q_a_proj.weight": (query, width),
-                "q_a_proj.bias": (query,),
-                "q_a_layernorm.weight": (query,),
-                "q_b_proj.weight": (heads * (nope + rope), query),
-            }
-        shapes |= {
-            "kv_a_proj_with_mqa.weight": (rank + rope, width),
-            "kv_a_proj_with_mqa.bias": (rank + rope,),
-            "kv_a_layernorm.weight": (rank,),
-            "kv_b_proj.weight": (heads * (nope + value), rank),
-            "o_proj.weight": (width, heads * value),
-            "o_proj.bias": (width,),
-        }
-        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
+        return self.normalised.shapes(config, layer)
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> FactoredAttention:
         """The record of a layer.
@@ -119,49 +93,32 @@ class LatentLayout(Family):
         Raises:
             Failure: The norm of a latent is not neutral.
         """
-        from attention.record import FactoredAttention
+        import torch
 
         prefix, spec = f"{self.module(layer)}.", self.spec(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        rank, rope, nope = config.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim
-        down, bias = local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
+        rank, down, bias = config.kv_lora_rank, local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
         gain = local["kv_a_layernorm.weight"]
         constant = constant_channels(gain, down[:rank], bias[:rank])
         if constant is None:
             raise self._not_ours(f"the norm of layer {layer}'s latent is not neutral")
         if bool(bias[:rank][~constant].any()):
             raise self._not_ours(f"layer {layer}'s latent has a bias beside its constants")
-        kept = ~constant
-        if config.q_lora_rank is None:
-            weight, query_bias = local["q_proj.weight"], None
-        elif is_query_latent(local):
-            weight, query_bias = split_query_bias(local["q_b_proj.weight"], config.hidden_size)
-            weight = local["q_a_proj.weight"][0, 0] * weight
-        else:
-            raise self._not_ours(f"the latent of layer {layer}'s queries is not its input and constants")
-        queries = weight.unflatten(0, (spec.num_heads, nope + rope))
-        biases = None if query_bias is None else query_bias.unflatten(0, (spec.num_heads, nope + rope))
-        up = local["kv_b_proj.weight"][:, kept].unflatten(0, (spec.num_heads, nope + spec.head_dim))
-        return FactoredAttention(
-            q_nope=queries[:, :nope],
-            q_rope=queries[:, nope:],
-            k_rope=down[rank:],
-            down=down[:rank][kept],
-            up_k=up[:, :nope],
-            up_v=up[:, nope:],
-            o=local["o_proj.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
-            scale=(nope + rope) ** -0.5,
-            rotary=self.rotary(config, layer),
-            q_nope_bias=None if biases is None else biases[:, :nope],
-            q_rope_bias=None if biases is None else biases[:, nope:],
-            k_rope_bias=bias[rank:],
-            o_bias=local["o_proj.bias"],
-        )
+        if config.q_lora_rank is not None:
+            if not is_query_latent(local):
+                raise self._not_ours(f"the latent of layer {layer}'s queries is not its input and constants")
+            weight, local["q_proj.bias"] = split_query_bias(local["q_b_proj.weight"], config.hidden_size)
+            local["q_proj.weight"] = local["q_a_proj.weight"][0, 0] * weight
+        kept = torch.nn.functional.pad(~constant, (0, spec.qk_rope_head_dim), value=True)
+        local |= {
+            "kv_a_proj_with_mqa.weight": down[kept],
+            "kv_a_proj_with_mqa.bias": bias[kept],
+            "kv_b_proj.weight": local["kv_b_proj.weight"][:, ~constant],
+        }
+        return split_factors(local, spec, self.scale(config), self.rotary(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch
-
-        from attention.record import FactoredAttention
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0

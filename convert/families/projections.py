@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.qk_norm import NormForm
-from attention.record import Attention, HeadProjections, LatentProjections
+from attention.record import Attention, FactoredAttention, HeadProjections, LatentProjections
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -113,6 +113,29 @@ def join_latent(p: LatentProjections) -> dict[str, torch.Tensor]:
         local |= {"q_a_proj.weight": p.q_down, "q_norm.weight": p.q_norm.gain, "q_b_proj.weight": p.q.flatten(0, 1)}
     biases = {"kv_proj.bias": p.kv_bias, "q_a_proj.bias": p.q_down_bias}
     return local | {name: bias for name, bias in biases.items() if bias is not None}
+
+
+def split_factors(local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary) -> FactoredAttention:
+    """The record of a latent's projections (`{q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}`), as views."""
+    nope, rank, heads = spec.qk_nope_head_dim, local["kv_b_proj.weight"].shape[1], (spec.num_heads, -1)
+    queries, up = (local[f"{name}.weight"].unflatten(0, heads) for name in ("q_proj", "kv_b_proj"))
+    down, k_bias = local["kv_a_proj_with_mqa.weight"], local.get("kv_a_proj_with_mqa.bias")
+    q_bias = local["q_proj.bias"].unflatten(0, heads) if "q_proj.bias" in local else None
+    return FactoredAttention(
+        q_nope=queries[:, :nope],
+        q_rope=queries[:, nope:],
+        k_rope=down[rank:],
+        down=down[:rank],
+        up_k=up[:, :nope],
+        up_v=up[:, nope:],
+        o=local["o_proj.weight"].unflatten(1, heads),
+        scale=scale,
+        rotary=rotary,
+        q_nope_bias=None if q_bias is None else q_bias[:, :nope],
+        q_rope_bias=None if q_bias is None else q_bias[:, nope:],
+        k_rope_bias=None if k_bias is None else k_bias[rank:],
+        o_bias=local.get("o_proj.bias"),
+    )
 
 
 def with_biases(a: Attention) -> Attention:

@@ -129,22 +129,17 @@ class SeparateProjections(Family):
         within: Where the projections are in the attention's module, if not directly.
         norm: How the QK-norm is stored; None without one.
         pairing: Which two dims form a rotary pair (see `Rotary`).
-        rope_stride: See `Family`; so is `scales_rope`.
         scaled_by: The softmax scale, or the config field that it is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotary_dims: The config field with the number of rotary dims, in classes older than `rope_parameters`; None in others.
         rotates: Which layers have RoPE.
         local: Which layers see `window_size` tokens, by a mask inside their attention.
-        names: The table of all other tensors of a checkpoint.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that, when set, make the class do more than the record describes.
         extra_switch: The config field that switches those on; always on if None.
-        shares_heads: Whether its own class can share KV heads.
-        attention_path: Where a layer's attention is.
-        base: The name of the base model in the class, if there are checkpoints of the base model alone.
-        computed: See `Family`.
         required_values: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
-        restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
+
+    The others are as in `Family`.
     """
 
     model_type: str
@@ -299,6 +294,8 @@ GPTJ: dict[str, Any] = {
     "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),  # masks of old checkpoints
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_GRANITE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "scaled_by": "attention_multiplier"}
+_COHERE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "pairing": "interleaved", "rope_stride": 2}
 _LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": nowhere, "shares_heads": False}
 _POST_NORM: dict[str, Any] = {"names": NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
@@ -326,7 +323,7 @@ ROWS = [
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, extra_features=WINDOW, extra_switch="use_sliding_window"
     ),
-    SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scaled_by="attention_multiplier"),
+    SeparateProjections("granite", **_GRANITE),
     SeparateProjections(
         "granitemoe",
         names=LLAMA.replacing(
@@ -334,16 +331,12 @@ ROWS = [
             in_llama("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
             in_llama("block_sparse_moe.output_linear", "mlp.experts.down"),
         ),
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        scaled_by="attention_multiplier",
+        **_GRANITE,
     ),
     SeparateProjections(
         "hyperclovax",
         names=LLAMA.replacing(in_llama("post_norm1", "attention_output_norm"), in_llama("post_norm2", "mlp_output_norm")),
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        scaled_by="attention_multiplier",
+        **_GRANITE,
     ),
     SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, extra_features=_BIDIRECTIONAL),
     SeparateProjections(
@@ -420,22 +413,9 @@ ROWS = [
     ),
     SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, extra_features=WINDOW),
     SeparateProjections(
-        "cohere",
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
-        pairing="interleaved",
-        rope_stride=2,
+        "cohere", **_COHERE, norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps")
     ),
-    SeparateProjections(
-        "cohere2",
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        pairing="interleaved",
-        rope_stride=2,
-        rotates=_sliding_layers,
-        extra_features=WINDOW,
-    ),
+    SeparateProjections("cohere2", **_COHERE, rotates=_sliding_layers, extra_features=WINDOW),
     SeparateProjections("glm", names=FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections(
         "glm4",

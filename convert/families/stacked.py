@@ -1,6 +1,7 @@
-"""Families whose queries, keys and values are one projection, `self_attn.qkv_proj`: the rows of Q, then of K, then of V.
+"""Families whose queries, keys and values are one projection, such as `self_attn.qkv_proj`.
 
-Otherwise they are as in `convert.families.separate`.
+Its rows are those of Q, then of K, then of V; or they have another order, which `in_order` and `in_file` know. Otherwise these
+families are as in `convert.families.separate`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class StackedProjections(SeparateProjections):
         return shapes
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        separate = super().shapes(config, layer)
+        separate, spec = super().shapes(config, layer), self.spec(config)
         parts: dict[str, torch.Tensor] = {}
         for stacked, tensor in tensors.items():
             names = [name for name in separate if self._stacked(name) == stacked]
-            parts |= zip(names, tensor.split([separate[name][0] for name in names]), strict=True)
+            rows = self.in_order(tensor, spec) if len(names) > 1 else tensor
+            parts |= zip(names, rows.split([separate[name][0] for name in names]), strict=True)
         return super().split(parts, config, layer)
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
@@ -54,7 +56,15 @@ class StackedProjections(SeparateProjections):
         found: dict[str, list[torch.Tensor]] = {}
         for name, tensor in super().join(record, spec, layer).items():
             found.setdefault(self._stacked(name), []).append(tensor)
-        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+        return {name: parts[0] if len(parts) == 1 else self.in_file(torch.cat(parts), spec) for name, parts in found.items()}
+
+    def in_order(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """The rows of the projection, or its biases, as those of all queries, of all keys and of all values."""
+        return rows
+
+    def in_file(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """The inverse of `in_order`."""
+        return rows
 
     def _stacked(self, name: str) -> str:
         """The name of the tensor that holds a tensor of the separate layout."""

@@ -74,15 +74,10 @@ GPT2 = NameTable(
         Row("lm_head", ("head",)),
     ]
 )
-GPTJ = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        in_layers("transformer.h", "ln_1", "attention_norm"),
-        in_layers("transformer.h", "mlp.fc_in", "mlp.up"),
-        in_layers("transformer.h", "mlp.fc_out", "mlp.down"),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
+GPTJ = GPT2.replacing(
+    in_layers("transformer.h", "mlp.fc_in", "mlp.up"),
+    in_layers("transformer.h", "mlp.fc_out", "mlp.down"),
+    without=("positions", "layers.{layer}.mlp_norm"),
 )
 FUSED_MLP = LLAMA.replacing(in_llama("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 EXPERTS = LLAMA.replacing(

@@ -19,6 +19,7 @@ from convert.healing.batches import TrainingText
 from convert.healing.loss import Expected, Prediction, chunks
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
+from convert.healing.team import Team
 from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
 
 _MADE_OF = "teacher.json"
@@ -57,15 +58,15 @@ class TeacherCache:
                 write_whole(file, json.dumps(made_of).encode())
 
     @classmethod
-    def of(cls, plan: HealPlan, directory: Path, text: TrainingText, arithmetic: str) -> TeacherCache:
-        """The cache of a plan's teacher on a text; `arithmetic` names the device and the dtype that it computes in."""
+    def of(cls, plan: HealPlan, directory: Path, text: TrainingText, team: Team) -> TeacherCache:
+        """The cache of a plan's teacher on a text, made if it is not there."""
         made_of = {
             "model": plan.teacher.raw,
             "weights": Reader(plan.teacher.files).fingerprint(),
             "text": text.tokens.hash,
             "context": plan.context,
             "top-k": plan.options.top_k,
-            "arithmetic": arithmetic,
+            "arithmetic": f"{team.accelerator.device.type}, {'bf16' if team.bfloat16 else 'no'}",
         }
         return cls(directory, json.loads(json.dumps(made_of)))
 

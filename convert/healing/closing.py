@@ -11,12 +11,10 @@ import torch
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
-from convert.healing.loop import healed
 from convert.healing.memory import disk
-from convert.healing.models import learning, stored
+from convert.healing.models import train
 from convert.healing.plan import HealOptions, HealPlan, sized
 from convert.healing.provenance import course_of
-from convert.healing.states import States
 from convert.healing.team import Team
 from convert.healing.weights import write_files
 from convert.output.workdir import WorkDirectory
@@ -106,12 +104,7 @@ def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, progress: Progre
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
     blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch)
-    with learning(plan, blocks, reader, team, progress) as (trainer, where):
-        outcome = healed(
-            plan, trainer, States(work.training, trainer), stored(reader, where), lambda progressed: None, progress
-        )
-        del trainer
-        team.accelerator.free_memory()
+    outcome, where = train(plan, blocks, reader, team, work.training, progress)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)

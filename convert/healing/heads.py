@@ -6,8 +6,6 @@ few tokens at a time. What a class does around its output embedding (scales, cap
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,25 +30,14 @@ def hidden_states(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The class's logits `[n, vocabulary]`, in fp32, of hidden states `[n, E]`."""
-    with _giving(model.get_decoder(), hidden[None]):
-        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return found[0].float()
-
-
-@contextlib.contextmanager
-def _giving(decoder: Any, hidden: torch.Tensor) -> Iterator[None]:
-    """Let a module return these hidden states, whatever it is called with."""
+    decoder, ids = model.get_decoder(), torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     own = decoder.__dict__.get("forward")  # accelerate's hooks are there
-
-    def given(*args: Any, **kwargs: Any) -> _Hidden:
-        return _Hidden(last_hidden_state=hidden)
-
-    decoder.forward = given
+    decoder.forward = lambda *args, **kwargs: _Hidden(last_hidden_state=hidden[None])
     try:
-        yield
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     finally:
         if own is None:
             del decoder.forward
         else:
             decoder.forward = own
+    return found[0].float()

@@ -64,10 +64,7 @@ def healed(
             _tell(
                 trainer,
                 logging.WARNING,
-                "%s loses nothing: its KL to %s is %.1e",
-                plan.converted.name,
-                plan.teacher.name,
-                start.kl,
+                f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}",
             )
             return Outcome(Progressed(0.0, {}, [start]), start, {})
         rate, tried = _chosen(plan, trainer, start, progress)
@@ -92,8 +89,8 @@ def healed(
             states.save(progressed)
             kept(progressed)
     if progressed.step < plan.steps:
-        _tell(trainer, logging.INFO, "no gain since step %d: stopped after step %d of %d",
-              progressed.best.step, progressed.step, plan.steps)  # fmt: skip
+        stopped = f"stopped after step {progressed.step} of {plan.steps}"
+        _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
     return _outcome(trainer, progressed, states, stored)
 
 
@@ -150,13 +147,8 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
             hint="give a smaller one with --lr",
         )
     named = {f"{rate:.2e}": kl for rate, kl in tried.items() if kl < math.inf}
-    _tell(
-        trainer,
-        logging.INFO,
-        "learning rate %.2e of %s",
-        best,
-        ", ".join(f"{name} (KL {kl:.4f})" for name, kl in named.items()),
-    )
+    listed = ", ".join(f"{name} (KL {kl:.4f})" for name, kl in named.items())
+    _tell(trainer, logging.INFO, f"learning rate {best:.2e} of {listed}")
     return float(f"{best:.2e}"), named
 
 
@@ -190,18 +182,12 @@ def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, p
     point = Point(step, step * per_step, rate, train_loss, sums.mean_kl, sums.mean_loss)
     held_out = {"held_out/kl": point.kl, "held_out/loss_nats": point.loss_nats, "train/rate": rate}
     trainer.accelerator.log(held_out, step=point.tokens)
-    _tell(
-        trainer,
-        logging.INFO,
-        "step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks",
-        step,
-        point.kl,
-        point.loss_nats,
-    )
+    found = f"KL {point.kl:.4f}, {point.loss_nats:+.4f} nats over the teacher on held-out blocks"
+    _tell(trainer, logging.INFO, f"step {step}: {found}")
     return point
 
 
-def _tell(trainer: Trainer, level: int, message: str, *values: object) -> None:
+def _tell(trainer: Trainer, level: int, message: str) -> None:
     """Log a message, if this is the process that does."""
     if trainer.leads:
-        _log.log(level, message, *values)
+        _log.log(level, message)

@@ -1,4 +1,4 @@
-"""The two models of a healing: the student, and the teacher as it runs or as a cache of it on disk."""
+"""The two models of a healing, and its training: the student, and the teacher as it runs or as a cache of it on disk."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.cache_utils import Cache
-
 from attention.errors import Failure
 from attention.padding import pad_values
 from attention.rounded import rounding_cache
 from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
+from convert.healing.loop import Outcome, healed
 from convert.healing.plan import HealPlan
+from convert.healing.states import Progressed, States
 from convert.healing.student import compute_layers_again, trained, without_dropout
 from convert.healing.teacher import Running, Teacher
 from convert.healing.team import Team
@@ -28,27 +27,38 @@ from eval.inputs.loading import load
 from eval.terminal.progress import Progress, stage
 
 
-def cache_of(plan: HealPlan) -> Callable[[], Cache] | None:
-    """Makes the student's cache of a pass; None where its cache is not rounded."""
-    if plan.rounding is None:
-        return None
-    return partial(rounding_cache, plan.rounding, plan.spec)
+def train(
+    plan: HealPlan,
+    text: TrainingText,
+    reader: Reader,
+    team: Team,
+    states: Path,
+    progress: Progress,
+    kept: Callable[[Progressed], object] = lambda progressed: None,
+) -> tuple[Outcome, dict[str, str]]:
+    """Train the student, from its last state on. Every process calls this.
 
+    Args:
+        plan: The plan.
+        text: The text to train on.
+        reader: Reads the converted checkpoint.
+        team: The processes that train.
+        states: The directory of states.
+        progress: Called with the tokens seen.
+        kept: As of `healed`.
 
-@contextlib.contextmanager
-def learning(
-    plan: HealPlan, text: TrainingText, reader: Reader, team: Team, progress: Progress
-) -> Iterator[tuple[Trainer, dict[str, str]]]:
-    """The trainer, and which parameter each tensor to write holds. Every process calls this."""
+    Returns:
+        The outcome, and the trained parameter that each tensor to write holds.
+    """
     with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = held_parameters(student, reader, names)  # before LoRA gives parameters other names
-        yield trainer_of(plan, text, student, teacher, names, team), where
-
-
-def stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
-    """The dtype that each trained parameter is written in."""
-    return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        trainer = trainer_of(plan, text, student, teacher, names, team)
+        outcome = healed(plan, trainer, States(states, trainer), stored, kept, progress)
+        del trainer
+        team.accelerator.free_memory()
+    return outcome, where
 
 
 @contextlib.contextmanager
@@ -80,7 +90,7 @@ def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Runnin
 
 def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
     """A cache with all blocks that the training sees. Every process adds its part of those that are not there."""
-    cache, group = opened(plan, directory, text, team), team.accelerator
+    cache, group = TeacherCache.of(plan, directory, text, team), team.accelerator
     seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
     missing = cache.missing(seen[group.process_index :: group.num_processes])
     if missing:
@@ -102,11 +112,6 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
     return cache
 
 
-def opened(plan: HealPlan, directory: Path, text: TrainingText, team: Team) -> TeacherCache:
-    """The cache of a plan, made if it is not there."""
-    return TeacherCache.of(plan, directory, text, f"{team.accelerator.device.type}, {'bf16' if team.bfloat16 else 'no'}")
-
-
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
     """The trainer of a student, whose parameters of these names train."""
     rank = plan.options.lora_rank
@@ -114,5 +119,6 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
     if plan.options.checkpointing:
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
-    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache_of(plan))
+    cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
+    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache)
     return Trainer(team.accelerator, module, text, schedule, what, team.autocast)

@@ -12,13 +12,12 @@ from attention.formats import Format, rounding_of
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.reader import Reader
-from convert.healing.rates import start_rate
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import held_parameters
 from convert.output.destination import Output, check_output, partial_path, read_provenance, stated_cache
-from convert.planning.base import readable
+from convert.planning.base import location_of, readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
@@ -45,6 +44,10 @@ _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has n
 RATIO = 3  # of a rate to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
 _TRIALS = 0.2  # share of all steps that trials may take together
+# Where the search for a rate begins. Distillations of models with up to 2 billion parameters took these where they lost so many
+# nats, and those with 7 billion a quarter (docs/healing.md). Between and below, the rate follows 1 / width.
+_STARTS = ((1.0, 8e-5), (0.2, 3e-5), (0.0, 1e-5))  # of a loss in nats upwards
+_WIDTH = 2048  # of the models that these are of
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class HealPlan:
         return (*self._of_another_teacher(), *self._of_refinement())
 
     def _of_another_teacher(self) -> tuple[str, ...]:
-        named, location = _stated_source(self.converted), _location(self.teacher)
+        named, location = _stated_source(self.converted), location_of(self.teacher)
         if named is None or str(Path(named).resolve()) == location or named.split("@")[0] == self.teacher.repository:
             return ()
         return (
@@ -170,9 +173,8 @@ class HealPlan:
         )
 
     def _of_refinement(self) -> tuple[str, ...]:
-        made = read_provenance(self.converted.files).get("recipe")
-        options = next(iter(made.values())) if isinstance(made, dict) and made else None
-        if not isinstance(options, dict) or "refine" in options or "converted" in options:
+        options = _stated_options(self.converted)
+        if options is None or "refine" in options or "converted" in options:
             return ()
         return (
             "its layers were not refined: --refine 300 in the conversion takes half to two thirds of the loss from small "
@@ -206,13 +208,20 @@ class HealPlan:
         trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
         text = as_options(o.texts, absolute=True)
         return {
-            "heal": {"converted": _location(self.converted), "teacher": _location(self.teacher), **text, **numbers, **trusted}
+            "heal": {
+                "converted": location_of(self.converted),
+                "teacher": location_of(self.teacher),
+                **text,
+                **numbers,
+                **trusted,
+            }
         }
 
 
-def _location(source: Source) -> str:
-    location = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
-    return str(location) if location else f"{source.repository}@{source.commit}"
+def start_rate(loss: float, width: int) -> float:
+    """The first learning rate for a student of this width that loses `loss` nats per token over its teacher."""
+    rate = next((rate for least, rate in _STARTS if loss > least), _STARTS[-1][1])
+    return rate * _WIDTH / width
 
 
 def plan_heal(converted: Source, teacher: str | None, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
@@ -351,7 +360,13 @@ def _named_teacher(converted: Source) -> str:
 
 def _stated_source(converted: Source) -> str | None:
     """The model that conversion.json says it was made from; None if it says nothing."""
+    options = _stated_options(converted) or {}
+    named = options.get("teacher") or options.get("model")
+    return named if isinstance(named, str) else None
+
+
+def _stated_options(converted: Source) -> dict[str, Any] | None:
+    """The options by which conversion.json says that it was made; None if it says nothing."""
     recipe = read_provenance(converted.files).get("recipe")
     options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
-    return named if isinstance(named, str) else None
+    return options if isinstance(options, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -68,5 +69,5 @@ def course_of(plan: HealPlan, text: TrainingText, outcome: Outcome) -> dict[str,
         "rates_tried": progressed.tried,
         "before": {"kl": first.kl, "loss_nats": first.loss_nats},
         "after": {"kl": after.kl, "loss_nats": after.loss_nats, "step": after.step},
-        "curve": [point.as_dict() for point in progressed.curve],
+        "curve": [asdict(point) for point in progressed.curve],
     }

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure, KvfoldError, Refusal
+from attention.errors import Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
 from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text, writing_work
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
+from convert.healing.cache import TeacherCache
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
 from convert.healing.forecast import work_of
-from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
-from convert.healing.models import learning, opened, stored
+from convert.healing.models import train
 from convert.healing.plan import HealPlan
 from convert.healing.provenance import provenance_of
-from convert.healing.states import Progressed, States
+from convert.healing.states import Progressed
 from convert.healing.team import Team, computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
-from convert.healing.weights import write
+from convert.healing.weights import write_files
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
-from convert.output.destination import calibration_hashes, finished, read_provenance, without_text
+from convert.output.destination import CHECKPOINT, calibration_hashes, finished, partial_path, read_provenance, without_text
 from convert.output.life import Held, Made, Task, carry_out
 from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
@@ -39,13 +37,17 @@ from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import OWN_TEXT, Text, Tokens
-from eval.machine.device import compute_device, free_memory, out_of_memory
+from eval.machine.device import compute_device, free_memory
 from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 _CURVE = "healing.jsonl"  # beside the weights
+_LESS_MEMORY = (
+    "repeat the command with --resume and --checkpointing, or a smaller --micro-batch-tokens; a shorter --context takes less, "
+    "too, but begins again"
+)
 _OTHER = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
 
 
@@ -164,27 +166,105 @@ class _Healing(Task):
     progress: Progress
 
     def is_finished(self) -> bool:
-        known = calibration_hashes(read_provenance(self.plan.converted.files))
-        found = finished(self.plan.output.path, [self.plan.recipe()], known, self.source_files())
-        return found is not None and _same_texts(self.plan, self.texts)
+        path, known = self.plan.output.path, calibration_hashes(read_provenance(self.plan.converted.files))
+        if finished(path, [self.plan.recipe()], known, self.source_files()) is None:
+            return False
+        if read_provenance(path)["healing"].get("texts", []) != self.texts.facts:
+            raise Refusal(
+                f"OUTPUT {path} exists already, and was trained on another text",
+                hint="choose another OUTPUT, or replace it with --overwrite",
+            )
+        return True
 
     def idle(self) -> None:
-        self.team.tell(None)
+        self.team.agreed(None)
 
     def check(self) -> None:
         """The conversion has checked the tensors."""
 
     def inputs(self) -> dict[str, Any]:
-        return _inputs(self.plan, self.reader, self.texts)
+        plan = self.plan
+        ((command, options),) = plan.recipe().items()
+        return {
+            "command": command,
+            **without_text(options),
+            "device": str(compute_device(plan.device)),
+            "computes_in": str(computes_in(plan)),
+            "config": plan.converted.raw,
+            "files": self.reader.fingerprint(),
+            "teacher_files": self._teacher_files,
+            "texts": [{"hash": one["hash"], "share": one["share"]} for one in self.texts.facts],
+            "rows_to_write": self.texts.rows_to_write,
+            "versions": versions(),
+        }
 
     def source_files(self) -> dict[str, Any]:
-        return self.reader.fingerprint() | _teacher_files(self.plan)
+        return self.reader.fingerprint() | self._teacher_files
+
+    @property
+    def _teacher_files(self) -> dict[str, list[int]]:
+        """The fingerprint of the teacher's weights."""
+        return {f"teacher/{file}": values for file, values in Reader(self.plan.teacher.files).fingerprint().items()}
 
     def foretell(self, evaluated: int) -> float | None:
-        return _foretell(self.plan, self.texts, evaluated, self.team)
+        """One process writes and evaluates, all share everything else that takes long."""
+        plan, texts = self.plan, self.texts
+        shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
+        work = whole + (1 / self.team.accelerator.num_processes - 1) * shared
+        return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
 
     def make(self, work: WorkDirectory) -> Made:
-        return Made(_healed(self.plan, self.texts, self.reader, work, self.team, self.progress))
+        plan, reader, team = self.plan, self.reader, self.team
+        if any(work.training.iterdir()):
+            work.keep()  # states of an earlier run outlive whatever fails in this one
+        there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
+        work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
+        for note in plan.notes:
+            _log.info(note)
+        if plan.converted.code_note:
+            _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
+        text = self._written(work)
+        _say_what_judges(plan, text)
+        _say_memory(plan, team)
+
+        def kept(progressed: Progressed) -> None:
+            work.keep()
+            lines = [json.dumps(asdict(point)) + "\n" for point in progressed.curve]
+            write_whole(work.path / _CURVE, "".join(lines).encode())
+
+        tracking = tracked(team.accelerator, plan.options.track, plan.recipe()["heal"])
+        with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY), tracking:
+            if plan.options.teacher_cache is not None:
+                TeacherCache.of(plan, plan.options.teacher_cache, text, team)  # before the others look for it
+            team.agreed(work.training)
+            outcome, where = train(plan, text, reader, team, work.training, self.progress, kept)
+            kept(outcome.progressed)  # also of a run that took no step
+        for _ in write_files(work.path, reader, outcome.weights, where, self.progress):
+            pass
+        if (index := plan.converted.files / f"{SAFETENSORS}.index.json").is_file():
+            shutil.copyfile(index, work.path / index.name)
+        shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
+        ours = provides(plan.converted.model_type)
+        copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
+        if ours:
+            copy_code(work.path, CODE)
+            if not names_ours(plan.converted.raw):
+                write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
+        return Made(provenance_of(plan, self.texts.facts, text, outcome, sorted(where) if outcome.weights else []))
+
+    def _written(self, work: WorkDirectory) -> TrainingText:
+        """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
+        plan, texts = self.plan, self.texts
+        if texts.own is not None:
+            write_own_text(work.path, texts.own)
+        if not (rows := texts.rows_to_write):
+            return texts.known
+        device, seed = compute_device(plan.device), plan.seed + _OTHER
+        hint = "give another --text FILE"
+        own = own_text(plan.teacher, rows, plan.context, seed, device, work.survey, self.progress, hint)
+        write_own_text(work.path, own)
+        work.keep()  # it may have taken hours
+        return texts.with_own(own)
 
     def card(self, provenance: dict[str, Any]) -> str:
         return card(self.plan, provenance)
@@ -194,13 +274,6 @@ def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> f
     """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
     work = _work(plan, texts, texts.rows_to_write, evaluated)
     return expected_seconds(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
-
-
-def _foretell(plan: HealPlan, texts: TrainingTexts, evaluated: int, team: Team) -> float | None:
-    """Say how long it takes. One process writes and evaluates, all share everything else that takes long."""
-    shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
-    work = whole + (1 / team.accelerator.num_processes - 1) * shared
-    return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
 
 
 def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: int) -> Work:
@@ -223,99 +296,6 @@ def _dtype(plan: HealPlan) -> str:
     return str(computes_in(plan)).removeprefix("torch.") if on_gpu else "float32"
 
 
-def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
-    """The fingerprint of the teacher's weights."""
-    return {f"teacher/{file}": values for file, values in Reader(plan.teacher.files).fingerprint().items()}
-
-
-def _same_texts(plan: HealPlan, texts: TrainingTexts) -> bool:
-    """Whether the healing at OUTPUT was on these texts.
-
-    Raises:
-        Refusal: It was on others.
-    """
-    found = read_provenance(plan.output.path)["healing"].get("texts", [])
-    if found == texts.facts:
-        return True
-    raise Refusal(
-        f"OUTPUT {plan.output.path} exists already, and was trained on another text",
-        hint="choose another OUTPUT, or replace it with --overwrite",
-    )
-
-
-def _inputs(plan: HealPlan, reader: Reader, texts: TrainingTexts) -> dict[str, Any]:
-    """Everything that the result depends on, which `--resume` compares."""
-    ((command, options),) = plan.recipe().items()
-    return {
-        "command": command,
-        **without_text(options),
-        "device": str(compute_device(plan.device)),
-        "computes_in": str(computes_in(plan)),
-        "config": plan.converted.raw,
-        "files": reader.fingerprint(),
-        "teacher_files": _teacher_files(plan),
-        "texts": [{"hash": one["hash"], "share": one["share"]} for one in texts.facts],
-        "rows_to_write": texts.rows_to_write,
-        "versions": versions(),
-    }
-
-
-def _healed(
-    plan: HealPlan, texts: TrainingTexts, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
-) -> dict[str, Any]:
-    """Train, and write everything but the provenance, which is returned."""
-    if any(work.training.iterdir()):
-        work.keep()  # states of an earlier run outlive whatever fails in this one
-    there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
-    work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
-    for note in plan.notes:
-        _log.info(note)
-    if plan.converted.code_note:
-        _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
-    text = _written(plan, texts, work, progress)
-    _say_what_judges(plan, text)
-    _say_memory(plan, team)
-    with _memory(plan, work), tracked(team.accelerator, plan.options.track, plan.recipe()["heal"]):
-        if plan.options.teacher_cache is not None:
-            opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
-        team.tell(work.training)
-        with learning(plan, text, reader, team, progress) as (trainer, where):
-
-            def kept(progressed: Progressed) -> None:
-                work.keep()
-                lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
-                write_whole(work.path / _CURVE, "".join(lines).encode())
-
-            outcome = healed(plan, trainer, States(work.training, trainer), stored(reader, where), kept, progress)
-            kept(outcome.progressed)  # also of a run that took no step
-            del trainer
-            team.accelerator.free_memory()
-    write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
-    shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
-    ours = provides(plan.converted.model_type)
-    copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
-    if ours:
-        copy_code(work.path, CODE)
-        if not names_ours(plan.converted.raw):
-            write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
-    return provenance_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
-
-
-def _written(plan: HealPlan, texts: TrainingTexts, work: WorkDirectory, progress: Progress) -> TrainingText:
-    """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
-    if texts.own is not None:
-        write_own_text(work.path, texts.own)
-    if not texts.rows_to_write:
-        return texts.known
-    device, seed = compute_device(plan.device), plan.seed + _OTHER
-    own = own_text(
-        plan.teacher, texts.rows_to_write, plan.context, seed, device, work.survey, progress, "give another --text FILE"
-    )
-    write_own_text(work.path, own)
-    work.keep()  # it may have taken hours
-    return texts.with_own(own)
-
-
 def _say_what_judges(plan: HealPlan, text: TrainingText) -> None:
     if (tokens := len(text.held_out) * plan.context) < LEAST_HELD_OUT:
         _log.warning(
@@ -336,31 +316,11 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
 
 
 def _follow(plan: HealPlan, texts: TrainingTexts, team: Team) -> None:
-    """The part of the other processes: they train, if there is anything to train."""
+    """The part of the other processes: the first one says where states are, or None if there is nothing to train."""
     text = texts.known
-    if (states := team.told()) is None:
+    if (states := team.agreed(None)) is None:
         return
     if rows := texts.rows_to_write:  # the first process has written them
-        file = WorkDirectory.of_another(plan.output.path).path / OWN_TEXT
+        file = partial_path(plan.output.path) / CHECKPOINT / OWN_TEXT
         text = texts.with_own(written_before(plan.teacher, file, rows, plan.context))
-    reader = Reader(plan.converted.files)
-    with learning(plan, text, reader, team, silent) as (trainer, where):
-        healed(plan, trainer, States(states, trainer), stored(reader, where), lambda progressed: None, silent)
-
-
-@contextlib.contextmanager
-def _memory(plan: HealPlan, work: WorkDirectory) -> Iterator[None]:
-    """Turn errors about memory into `Failure`; the work stays."""
-    try:
-        yield
-    except KvfoldError:
-        raise
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        work.keep()
-        raise Failure(
-            f"no memory left on {compute_device(plan.device)}: {' '.join(str(error).split())[:120]}",
-            hint="repeat the command with --resume and --checkpointing, or a smaller --micro-batch-tokens; a shorter --context "
-            "takes less, too, but begins again",
-        ) from None
+    train(plan, text, Reader(plan.converted.files), team, states, silent)

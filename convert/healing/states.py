@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from convert.checkpoint.writer import write_shard
 from convert.healing.training import Point, State, Trainer
@@ -40,12 +41,9 @@ class Progressed:
         """The point with the smallest KL."""
         return min(self.curve, key=lambda point: point.kl)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"rate": self.rate, "tried": self.tried, "step": self.step, "curve": [point.as_dict() for point in self.curve]}
-
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Progressed:
-        """The inverse of `as_dict`."""
+        """The inverse of `dataclasses.asdict`."""
         curve = [Point(**point) for point in found["curve"]]
         return cls(found["rate"], found["tried"], curve, found["step"])
 
@@ -77,7 +75,7 @@ class States:
             except RuntimeError as error:  # which torch raises where a disk is full
                 raise OSError(f"cannot write {temporary / _TRAINED}: {str(error).splitlines()[0][:160]}") from error
             hashes = {"trained": checksum(temporary / _TRAINED), "best": self._hashes.get(progressed.best.step)}
-            seal(temporary / _PROGRESS, {"progress": progressed.as_dict(), "hashes": hashes})
+            seal(temporary / _PROGRESS, {"progress": asdict(progressed), "hashes": hashes})
             sync_tree(temporary)
             shutil.rmtree(new, ignore_errors=True)  # a damaged one
             give_name(temporary, new)
@@ -114,8 +112,6 @@ class States:
 
     def best(self, step: int) -> dict[str, torch.Tensor]:
         """The weights that were kept for this step, fp32 in main memory."""
-        from safetensors.torch import load_file
-
         return load_file(self._best(step))
 
     def _save_best(self, step: int, weights: dict[str, torch.Tensor]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,15 +148,6 @@ class Team:
         device = torch.device("cpu") if self.shards else self.accelerator.device
         return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
-    def tell(self, states: Path | None) -> None:
-        """Tell the others where states are, and so to train; or None, that there is nothing to do."""
-        self.agreed(states)
-
-    def told(self) -> Path | None:
-        """What the first process told."""
-        found: Path | None = self.agreed(None)
-        return found
-
     def agreed(self, mine: Any) -> Any:
         """The first process's argument. Every process calls this, and waits for it."""
         if self.accelerator.num_processes == 1:
@@ -166,20 +155,13 @@ class Team:
         from accelerate.utils import broadcast_object_list
 
         said = [mine]
-        with _together():
+        try:
             broadcast_object_list(said)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            raise Interrupted(
+                f"another process has ended: {' '.join(str(error).split())[:120]}",
+                hint="fix what that one says and rerun with --resume",
+            ) from error
         return said[0]
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Work of all processes at once; an error means that one has ended, and says why itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        if out_of_memory(error):
-            raise
-        raise Interrupted(
-            f"another process has ended: {' '.join(str(error).split())[:120]}",
-            hint="fix what that one says and rerun with --resume",
-        ) from error

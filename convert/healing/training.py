@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +113,6 @@ class Point:
     train_loss: float | None
     kl: float
     loss_nats: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class NotFinite(Failure):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from attention.errors import Failure, Refusal
 from convert.checkpoint.loading import ClassTensors
-from convert.checkpoint.reader import SAFETENSORS, Reader
+from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import write_shard
 from eval.terminal.progress import Progress, stage
 
@@ -42,39 +41,20 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
     return found
 
 
-def write(
-    directory: Path,
-    source: Path,
-    reader: Reader,
-    trained: Mapping[str, torch.Tensor],
-    where: Mapping[str, str],
-    progress: Progress,
-) -> None:
-    """Write all weight files.
+def write_files(
+    directory: Path, reader: Reader, trained: Mapping[str, torch.Tensor], where: Mapping[str, str], progress: Progress
+) -> Iterator[tuple[str, str]]:
+    """Write weight files one by one: their names and checksums.
 
     Args:
-        directory: Where to.
-        source: The converted checkpoint's directory.
-        reader: Reads its tensors.
+        directory: Where to. It may be the reader's own: a file is replaced when the new one is complete.
+        reader: Reads the converted checkpoint's tensors.
         trained: The trained parameters by name; empty to copy everything.
         where: From `held_parameters`.
         progress: Called with the bytes written.
 
     Raises:
         Failure: A value is not finite in the dtype that it is stored in.
-    """
-    for _ in write_files(directory, reader, trained, where, progress):
-        pass
-    if (index := source / f"{SAFETENSORS}.index.json").is_file():
-        shutil.copyfile(index, directory / index.name)
-
-
-def write_files(
-    directory: Path, reader: Reader, trained: Mapping[str, torch.Tensor], where: Mapping[str, str], progress: Progress
-) -> Iterator[tuple[str, str]]:
-    """Write weight files one by one: their names and checksums. Arguments and errors as of `write`.
-
-    `directory` may be the reader's own: a file is replaced when the new one is complete.
     """
     shards: dict[str, list[str]] = {file: [] for file in reader.files}
     for name in reader.infos:

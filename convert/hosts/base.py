@@ -26,6 +26,7 @@ class Host(ABC):
         name: Its name, for plans and the support matrix.
         loads_in: The software that loads the result: "transformers".
         served_by: The engines that serve the result, for the support matrix.
+        runs: The engines of `convert.hosts.engines` that run the result, whatever its source (`engines`).
         opened_by: A sentence for the model card: what loads the result exactly.
         remarks: Sentences for the model card: what to know when running the result.
         replaces: What happened to a tensor of the source's attention that the class has no name for, for conversion.json.
@@ -39,8 +40,9 @@ class Host(ABC):
     """
 
     name: str
-    loads_in: str
+    loads_in: str = "transformers"
     served_by: str
+    runs: frozenset[str] = frozenset({"transformers"})
     opened_by: str
     remarks: tuple[str, ...] = ()
     replaces: str
@@ -60,12 +62,12 @@ class Host(ABC):
         """One of CLASSES."""
         return "kvfold" if self.code else "stock"
 
-    @abstractmethod
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         """The engines of `convert.hosts.engines` that run what became of a source of `family`, sizes of latents aside.
 
         With None for the source's config: those that run it for some configs of the family.
         """
+        return self.runs
 
     @abstractmethod
     def layout(self, family: Family) -> Family:
@@ -125,6 +127,16 @@ def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) ->
         computed: What engines' classes compute.
     """
     return name if activation in computed else "TransformersForCausalLM"
+
+
+def refuses_restarts(family: Family, rotary: Rotary | None) -> str | None:
+    """Why another class cannot carry a source with this RoPE whose own class computes its cache anew; None if it does not."""
+    if not family.restarts_cache or rotary is None or rotary.long_frequencies is None:
+        return None
+    return (
+        f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the cache anew, "
+        "and this one does not"
+    )
 
 
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from convert.hosts.latent import StockLatent
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = (
@@ -23,6 +22,7 @@ class DeepseekV3(StockLatent):
     name = "deepseek_v3"
     blocks = "Llama's"
     like: tuple[str, ...] = _LIKE_LLAMA
+    runs = frozenset({"transformers", "vllm"})
     served_by = (
         "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
         "and of llama with --engine llama.cpp also llama.cpp"
@@ -34,9 +34,6 @@ class DeepseekV3(StockLatent):
         "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
         "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
     )
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers", "vllm"})
 
     def refuses_blocks(self, config: Any) -> str | None:
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):

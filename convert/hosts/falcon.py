@@ -31,14 +31,10 @@ class Falcon(Host):
     """The stock class `falcon` with `multi_query`."""
 
     name = "falcon"
-    loads_in = "transformers"
     served_by = "vLLM serves it if the activation is gelu and the MLP four times as wide as the model, and refuses others"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers"})
 
     def layout(self, family: Family) -> Family:
         return FAMILIES["falcon"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.record import Attention, Record
 from convert.families import FAMILIES
 from convert.families.base import WINDOWS
-from convert.families.multi_query import MultiQueryProjections
+from convert.families.multi_query import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class _Scaled(MultiQueryProjections):
         return super().join(replace(record, q=record.q * factor, q_bias=bias), spec, layer)
 
 
-_LAYOUT = _Scaled()
+_LAYOUT = _Scaled(**GPT_BIGCODE)
 
 
 class GPTBigCode(Host):
     """The stock class `gpt_bigcode`."""
 
     name = "gpt_bigcode"
-    loads_in = "transformers"
+    runs = frozenset({"transformers", "vllm"})
     served_by = "vLLM serves it; llama.cpp has this class for activations that are a GELU, and was not tried"
     opened_by = "transformers loads it without kvfold."
     remarks = (
@@ -74,9 +74,6 @@ class GPTBigCode(Host):
     )
     replaces = "became part of c_attn or c_proj"
     families: frozenset[str] = frozenset(_SETTINGS)
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:
         return _LAYOUT

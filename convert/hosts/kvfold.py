@@ -16,9 +16,7 @@ from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
-from convert.hosts.base import Host
-from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
-from convert.hosts.minicpm3 import HOST as MINICPM3
+from convert.hosts.base import Host, refuses_restarts
 from convert.hosts.phi import HOST as PHI
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
-# Stock classes of latent attention, which need no code.
-_STOCK_LATENT: tuple[Host, ...] = (DEEPSEEK, MINICPM3)
 # Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
 _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
@@ -111,11 +107,8 @@ class Kvfold(Host):
         lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
         if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
-        if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
-            return (
-                f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
-                "cache anew, and this one does not"
-            )
+        if reason := refuses_restarts(family, rotaries[0] if rotaries else None):
+            return reason
         if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
@@ -210,8 +203,12 @@ def _latent(spec: AttentionSpec, norm: NormForm) -> dict[str, Any]:
 def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
     """What follows a source's projections: QK-norm, a clamp."""
     traits = family.traits(config)
-    norm = {"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}
-    return norm | ({"clip_qkv": traits.clip} if traits.clip is not None else {})
+    kept = {} if traits.clip is None else {"clip_qkv": traits.clip}
+    if traits.qk_norm is None:
+        return kept
+    stated = asdict(traits.qk_norm)
+    del stated["after_rotary"]  # it comes before RoPE
+    return {"qk_norm": stated, **kept}
 
 
 def _behind_heads(family: Family, config: Any) -> dict[str, Any]:
@@ -229,18 +226,10 @@ def _behind_heads(family: Family, config: Any) -> dict[str, Any]:
     }
 
 
-def _stated(form: NormForm) -> dict[str, Any]:
-    """A norm that comes before RoPE, for config.json."""
-    stated = asdict(form)
-    del stated["after_rotary"]
-    return stated
-
-
 def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
     inner, of_class = (family.inner, config.stock_config) if isinstance(family, KvfoldProjections) else (family, config)
-    layers = range(of_class.num_hidden_layers)
-    source = next((found for layer in layers if (found := inner.rotary(of_class, layer))), None)
+    source = inner.first_rotary(of_class)
     if source is None:
         return {"rope_pairs": []}
     if rotary is None:  # only sizes matter
@@ -248,7 +237,8 @@ def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int)
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
     stride = {"rope_stride": inner.rope_stride} if inner.rope_stride > 1 else {}
-    factors = [found.attention_factor if (found := inner.rotary(of_class, layer)) else 1.0 for layer in layers]
+    rotaries = [inner.rotary(of_class, layer) for layer in range(of_class.num_hidden_layers)]
+    factors = [each.attention_factor if each else 1.0 for each in rotaries]
     return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **stride}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
 from convert.families.neutral import constants, latent_size, query_rank
-from convert.hosts.base import Host, carried
+from convert.hosts.base import Host, carried, refuses_restarts
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -46,7 +46,6 @@ class StockLatent(Host):
 
     blocks: str
     like: tuple[str, ...]
-    loads_in = "transformers"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (EXPANDS,)
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
@@ -71,12 +70,8 @@ class StockLatent(Host):
             return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
         if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
-        rotary = family.rotary(config, 0)
-        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
-            return (
-                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
-                "cache anew, and this one does not"
-            )
+        if reason := refuses_restarts(family, family.rotary(config, 0)):
+            return reason
         traits = family.traits(config)
         if traits.latent_norm:
             return "its latent is normalised, and a smaller one comes behind that norm, where the class has no place for it"

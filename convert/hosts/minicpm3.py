@@ -13,7 +13,6 @@ from convert.hosts.latent import StockLatent
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
-    from convert.families import Family
 
 _MODEL_TYPE = "minicpm3"
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base", "mlp_bias")
@@ -33,9 +32,6 @@ class MiniCPM3(StockLatent):
         "their own MiniCPM3 classes. Saving the model again with transformers changes that field.",
         "Gains of norms are stored as they are, and Gemma stores them less one. In bfloat16 this rounds them once more.",
     )
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers"})
 
     def refuses_blocks(self, config: Any) -> str | None:
         if config.hidden_size % config.num_attention_heads:

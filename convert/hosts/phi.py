@@ -29,7 +29,7 @@ class Phi(Host):
     """The stock class `phi`."""
 
     name = _MODEL_TYPE
-    loads_in = "transformers"
+    runs = frozenset({"transformers", "vllm"})
     served_by = "vLLM serves it; the Phi classes of SGLang and llama.cpp have as many KV heads as query heads"
     opened_by = "transformers ≥ 5.19 loads it without kvfold."
     remarks = (
@@ -40,9 +40,6 @@ class Phi(Host):
     )
     replaces = "became q_proj, k_proj, v_proj and dense"
     families: frozenset[str] = frozenset(_LIKE_GPTJ)
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:
         return FAMILIES[_MODEL_TYPE]

@@ -31,7 +31,6 @@ class SourceClass(Host):
     """
 
     name = "its own class"
-    loads_in = "transformers"
     served_by = "vLLM, SGLang and llama.cpp serve it if they serve the source"
     opened_by = (
         "transformers, and any other software that reads the number of KV heads from config.json, loads it without kvfold."

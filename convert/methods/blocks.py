@@ -70,9 +70,6 @@ class Blocks:
     def to(self, device: torch.device) -> Blocks:
         return replace(self, rows=self.rows.to(device))
 
-    def float(self) -> Blocks:
-        return replace(self, rows=self.rows.float())
-
     def alike(self, rows: Sequence[int]) -> list[list[int]]:
         """The rows, those of one length of blocks together."""
         return [list(part) for _, part in groupby(sorted(rows, key=self.cuts.__getitem__), key=self.cuts.__getitem__)]

@@ -13,7 +13,7 @@ import torch
 from attention.qk_norm import QKNorm
 from attention.record import Attention, LatentProjections
 from convert.methods.statistics import Statistics
-from convert.methods.text import TextUse
+from convert.methods.text import Method
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,15 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class GroupedMethod:
+class GroupedMethod(Method):
     """The registry entry of a method that merges KV heads.
 
     Attributes:
-        name: As on the command line.
-        summary: One line for help, plans and cards.
-        source: The paper, or "".
-        text: How it uses calibration text.
         merge: `(attention with G KV heads, groups, draw, statistics) -> attention with `groups` KV heads`, merges neighbours;
             groups divides G.
         partition: `(attention, groups, statistics) -> order of KV heads` in which those that lose least are together, or None.
     """
 
-    name: str
-    summary: str
-    source: str
-    text: TextUse
     merge: Callable[[Attention, int, Draw, Statistics], Attention]
     partition: Callable[[Attention, int, Statistics], list[int]] | None = None
 

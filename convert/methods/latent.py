@@ -20,7 +20,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.methods.algebra import fix_signs
 from convert.methods.statistics import Statistics
-from convert.methods.text import TextUse
+from convert.methods.text import Method
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,10 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class LatentMethod:
+class LatentMethod(Method):
     """The registry entry of a method that makes a latent.
 
     Attributes:
-        name: As on the command line.
-        summary: One line for help, plans and cards.
-        source: The paper, or "".
-        text: How it uses calibration text.
         folds: Whether it can count neighbouring frequencies as one (`Allocation.freqfold`).
         measure: `(attention, statistics, fewest P/2) -> what `allocate` needs` from each layer with RoPE; or None.
         allocate: `(results of measure, P/2, allocation without pairs) -> allocations with pairs`; if several, the one with
@@ -74,10 +70,6 @@ class LatentMethod:
         measured_bytes: `spec -> bytes` that the result of `measure` takes per layer; None if negligible.
     """
 
-    name: str
-    summary: str
-    source: str
-    text: TextUse
     folds: bool
     measure: Callable[[Attention, Statistics, int], Any] | None
     allocate: Callable[[list[Any], int, Allocation], list[Allocation]]
@@ -222,7 +214,7 @@ def share_latent(
         balance: What the nope keys were divided by before `left` was computed.
     """
     repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
-    o, o_bias = attention.o.float(), _float(attention.o_bias)
+    o, o_bias = attention.o.float(), None if attention.o_bias is None else attention.o_bias.float()
     if attention.v_bias is not None:  # probabilities sum to one, so a constant value is a constant output
         constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
@@ -257,10 +249,6 @@ def sized(a: FactoredAttention, second: torch.Tensor, size: float) -> FactoredAt
     now = float(((down @ second.to(down)) * down).sum(1).mean().clamp_min(0).sqrt())
     scale = 2.0 ** math.floor(math.log2(size / now)) if now else 1.0
     return replace(a, down=scale * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
-
-
-def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.float()
 
 
 def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:

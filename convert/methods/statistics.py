@@ -150,11 +150,6 @@ class Statistics:
         """The same of what queries read: `[E + 1, E + 1]`, or `[H, D + 1, D + 1]` of projections."""
         return self.with_constant if self.queries is None else self.queries
 
-    @property
-    def shrinkage(self) -> float:
-        """The share of the correlation between channels that `shrunk` removes from the covariance, 0 to 1."""
-        return _shrinkage(self.covariance, self.tokens)
-
     def shrunk(self, projections: Projections | None = None) -> Statistics:
         """The same statistics, whose correlations between channels are trusted less where tokens are few.
 
@@ -231,7 +226,7 @@ def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return torch.cat((torch.cat((second, mean[:, None]), 1), torch.cat((mean[None], one), 1)))
 
 
-def _shrinkage(covariance: torch.Tensor, tokens: int) -> float:
+def shrinkage(covariance: torch.Tensor, tokens: int) -> float:
     """The share of the correlation between channels to remove because the tokens are few, 0 to 1; 0 for assumed statistics.
 
     The oracle approximating shrinkage of a correlation matrix (Chen et al., arXiv 0907.4698, formula 23), as if
@@ -247,8 +242,8 @@ def _shrinkage(covariance: torch.Tensor, tokens: int) -> float:
 
 
 def _shrunk(covariance: torch.Tensor, tokens: int, towards: torch.Tensor | None) -> torch.Tensor:
-    """The covariance with correlations moved by `_shrinkage`, which vanishes with much text, to others, or to none."""
-    share = _shrinkage(covariance, tokens)
+    """The covariance with correlations moved by `shrinkage`, which vanishes with much text, to others, or to none."""
+    share = shrinkage(covariance, tokens)
     if towards is None:
         return (1 - share) * covariance + share * covariance.diagonal().diag()
     deviation = covariance.diagonal().clamp_min(0).sqrt()

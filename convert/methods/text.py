@@ -1,7 +1,8 @@
-"""How a method uses calibration text."""
+"""What all methods state: their names, where they come from, and how they use calibration text."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -11,3 +12,20 @@ class TextUse(Enum):
     IGNORED = "ignored"
     USED = "used"
     NEEDED = "needed"
+
+
+@dataclass(frozen=True)
+class Method:
+    """The registry entry of a method.
+
+    Attributes:
+        name: As on the command line.
+        summary: One line for help, plans and cards.
+        source: The paper, or "".
+        text: How it uses calibration text.
+    """
+
+    name: str
+    summary: str
+    source: str
+    text: TextUse

@@ -16,6 +16,7 @@ from typing import Any
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.output.destination import CHECKPOINT, INPUTS, PUBLISHED, is_published, partial_path
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
+from eval.machine.device import out_of_memory
 
 # In the work directory, beside the inputs and the growing checkpoint: a note for each finished shard, results of the survey,
 # states of a training, and a checkpoint that was at OUTPUT before.
@@ -39,7 +40,13 @@ class WorkDirectory:
     """
 
     def __init__(self, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        self._set_paths(output)
+        self._output = output
+        self._root = partial_path(output)
+        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
+        self._kept = False
+        self.path, self._notes, self.survey, self.training = (
+            self._root / part for part in (CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
+        )
         inputs = json.loads(json.dumps(inputs))  # as read back from a file
         begun = self._known_inputs() if resume else None
         if begun != inputs and overwrite:
@@ -61,29 +68,13 @@ class WorkDirectory:
         elif (self._root / PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
             (self._root / PUBLISHED).replace(self._root / INPUTS)
         self._root.mkdir(parents=True, exist_ok=begun is not None)
-        write_whole(self._root / INPUTS, _json(inputs))
+        write_whole(self._root / INPUTS, json.dumps(inputs, indent=1).encode())
         for part in (self.path, self._notes, self.survey, self.training):
             if part.is_symlink() or part.is_file():
                 part.unlink()
             part.mkdir(exist_ok=True)
         sync_directory(self._root)
         sync_directory(self._root.parent)
-
-    @classmethod
-    def of_another(cls, output: Path) -> WorkDirectory:
-        """The work directory that another process has opened, and that this one only reads."""
-        work = cls.__new__(cls)
-        work._set_paths(output)
-        return work
-
-    def _set_paths(self, output: Path) -> None:
-        self._output = output
-        self._root = partial_path(output)
-        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
-        self._kept = False
-        self.path, self._notes, self.survey, self.training = (
-            self._root / part for part in (CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
-        )
 
     @classmethod
     @contextlib.contextmanager
@@ -104,6 +95,19 @@ class WorkDirectory:
     def keep(self) -> None:
         """From now on, leave the directory for `--resume` even after a failure, which is then not due to the data."""
         self._kept = True
+
+    @contextlib.contextmanager
+    def kept_without_memory(self, device: Any, hint: str) -> Iterator[None]:
+        """Turn a lack of memory on a device, in the block, into `Failure`; the directory stays for `--resume`."""
+        try:
+            yield
+        except KvfoldError:
+            raise
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.keep()
+            raise Failure(f"no memory left on {device}: {' '.join(str(error).split())[:120]}", hint=hint) from None
 
     def _known_inputs(self) -> dict[str, Any] | None:
         """None if it was killed before it was written, or lost with the power: begin again."""
@@ -180,7 +184,3 @@ class WorkDirectory:
 
 def _short(value: Any) -> str:
     return "others" if isinstance(value, dict) else str(value)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=1).encode()

@@ -11,7 +11,7 @@ from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.families.base import unmodelled_fields
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 
 if TYPE_CHECKING:
     from attention.formats import Format
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from convert.families.base import Traits
     from convert.hosts import Host
     from convert.hosts.engines import CacheOption, Engine
-    from convert.methods.grouped import GroupedMethod
-    from convert.methods.latent import LatentMethod
     from convert.output.destination import Output
     from convert.planning.calibration import Calibration
     from convert.planning.targets import LatentTarget, Target
@@ -118,11 +116,9 @@ class Plan:
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        file, directory = self.source.file, self.source.directory
-        location = file.absolute() if file else directory.resolve() if directory else None
         return {
             self.target.command: {
-                "model": str(location) if location else f"{self.source.repository}@{self.source.commit}",
+                "model": location_of(self.source),
                 **self.target.recipe(),
                 "method": self.target.method.name,
                 "seed": self.seed,
@@ -158,6 +154,12 @@ class Plan:
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
+
+
+def location_of(source: Source) -> str:
+    """Where a checkpoint is, for a recipe that is read from another directory."""
+    path = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
+    return str(path) if path else f"{source.repository}@{source.commit}"
 
 
 def _with_unit(size: int) -> str:
@@ -283,7 +285,7 @@ def unfit(host: Host, family: Family, source: Source, target: AttentionSpec, eng
     return None
 
 
-def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
+def text_notes(method: Method, text: Calibration | None, traits: Traits) -> Sequence[str]:
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]

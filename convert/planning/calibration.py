@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from convert.methods.text import TextUse
+from convert.methods.blocks import Blocks
+from convert.methods.text import Method, TextUse
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
+from eval.inputs.loading import calibration_tokens
+from eval.inputs.text import Text, Tokens, joined
 
 if TYPE_CHECKING:
     import torch
 
-    from convert.methods.blocks import Blocks
-    from convert.methods.grouped import GroupedMethod
-    from convert.methods.latent import LatentMethod
     from eval.inputs.source import Source
-    from eval.inputs.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
@@ -199,8 +198,6 @@ class GivenTexts:
 
 
 def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) -> Tokens:
-    from eval.inputs.loading import calibration_tokens
-
     tokens = calibration_tokens(source, text, blocks * calibration.context)
     if len(tokens.ids) < calibration.context:
         raise Failure(
@@ -211,8 +208,6 @@ def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) 
 
 
 def _own(written: torch.Tensor | None) -> Tokens:
-    from eval.inputs.text import Tokens
-
     assert written is not None, "the model writes where a text is its own"
     return Tokens(OWN.label, written.flatten(), 0, 0.0, None)
 
@@ -238,15 +233,11 @@ class CalibrationText:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All of them, one text after the other."""
-        from eval.inputs.text import joined
-
         return joined(self.parts)
 
     @property
     def blocks(self) -> Blocks:
         """The ids, `[n, T]`."""
-        from convert.methods.blocks import Blocks
-
         return Blocks.mixed(self.tokens.blocks(self.calibration.context))
 
     def surveyed(self) -> CalibrationText:
@@ -278,9 +269,7 @@ def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
-def calibration_for(
-    source: Source, method: GroupedMethod | LatentMethod, wanted: CalibrationOptions, without: Sequence[str]
-) -> Calibration | None:
+def calibration_for(source: Source, method: Method, wanted: CalibrationOptions, without: Sequence[str]) -> Calibration | None:
     """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:

@@ -200,6 +200,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
     header.append("engines")
+    cache = "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
     rows = []
     for i, row in enumerate(facts["targets"]):
         cells = [row["kind"] + (" (source)" if i == 0 else "")]
@@ -207,7 +208,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
     return (
-        f"{facts['model']} in {facts['dtype']}{_cache_text(facts)}, batch {facts['batch']}, "
+        f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, "
         f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
@@ -215,10 +216,6 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
         + (", at most the positions that the model is made for." if limit else ".")
     )
-
-
-def _cache_text(facts: Mapping[str, Any]) -> str:
-    return "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
 
 
 def _limit_text(facts: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output, check_output
 from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes, unfit
-from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
+from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
 from eval.machine.device import compute_device, require_device
@@ -21,6 +21,7 @@ from eval.machine.device import compute_device, require_device
 if TYPE_CHECKING:
     from convert.families import Family
     from convert.families.base import Traits
+    from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
     from eval.inputs.source import Source
 
@@ -73,8 +74,9 @@ def plan_grouped(
     _check_grouping(grouping, method, family.slopes(source.config))
     spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
     changes = spec != before or rounding_of(cache_dtype) is not None
+    traits = family.traits(source.config)
     if changes and not behind:
-        _check_clip(source, method, family.traits(source.config), cache_dtype)
+        _check_clip(source, method, traits, cache_dtype)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     if spec == before and changes and text is None:
@@ -82,8 +84,16 @@ def plan_grouped(
             f"{source.reference} has {before.num_kv_heads} KV heads: without text, nothing of it changes for {cache_dtype}",
             hint="leave out --no-text, and give a --method that uses text",
         )
-    notes, remarks = _notes(family, source, before, spec, output, method, text, behind, cache_dtype)
-    notes += host.notes(source.config) if changes else ()
+    remarks = tuple(text_notes(method, text, traits.behind_projections if behind else traits))
+    if spec != before:
+        notes = (*_inexact(family, source, spec, engine, method, behind), *host.notes(source.config))
+    elif changes:
+        stay = f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}"
+        notes = (stay, *host.notes(source.config))
+    else:
+        how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
+        notes = (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
+        remarks = ("the calibration text is not used",) if text else ()
     target = GroupedTarget(
         command,
         _options(command, groups, grouping, output_class),
@@ -142,34 +152,19 @@ def _check_grouping(grouping: str, method: GroupedMethod, slopes: tuple[float, .
         )
 
 
-def _notes(
-    family: Family,
-    source: Source,
-    before: AttentionSpec,
-    target: AttentionSpec,
-    output: Output,
-    method: GroupedMethod,
-    text: Calibration | None,
-    behind: bool,
-    cache_dtype: str | None,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The notes of the target, and the remarks on the text."""
-    traits = family.traits(source.config)
-    traits = traits.behind_projections if behind else traits
-    if target == before and rounding_of(cache_dtype) is not None:
-        stay = f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}"
-        return (stay,), tuple(text_notes(method, text, traits))
-    if target == before:
-        how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
-        copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
-        return (copied,), ("the calibration text is not used",) if text else ()
-    notes = []
-    if method.text is not TextUse.IGNORED and traits.qk_norm:
+def _inexact(
+    family: Family, source: Source, target: AttentionSpec, engine: Engine | None, method: GroupedMethod, behind: bool
+) -> list[str]:
+    """Notes on norms before which heads are merged; there are none if heads are shared `behind` the source's projections."""
+    notes: list[str] = []
+    if behind:
+        return notes
+    if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
         note = "queries and keys are normalised, which costs in this class"
         kvfolds = [host for host in HOSTS["gqa"] if host.kind == "kvfold"]
-        if any(unfit(host, family, source, target, engine_of(output.engine)) is None for host in kvfolds):
+        if any(unfit(host, family, source, target, engine) is None for host in kvfolds):
             note += "; gqa --class kvfold shares keys behind that, for less"
         notes.append(note)
-    if not behind and family.merges_norm_gains(source.config):
+    if family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
-    return tuple(notes), tuple(text_notes(method, text, traits))
+    return notes

@@ -223,7 +223,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
                 total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
     fits = fits_of(a, after, heads)
-    assert fits[0].met.lifts == (case in ("mla", "mla, ALiBi"))
+    assert fits[0].lifts == (case in ("mla", "mla, ALiBi"))
     found = torch.stack([fit.curvature(leaf.detach().float()) - (fit.wanted if target else 0) for fit in fits]).sum(0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
@@ -275,9 +275,9 @@ def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -
         queries.fitted_queries(a, after, X, sources(a, X))
     whole, some = fitted
     assert ({len(fit.probabilities) for fit in whole}, {len(fit.probabilities) for fit in some}) == ({8}, {2})
-    assert [[stop // size - 1 for _, stop in fit.met.rows] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
+    assert [[stop // size - 1 for _, stop in fit.rows] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
     assert [found.shape for found in some[0].probabilities] == [(4, size, end * size) for end in (3, 7)]
-    assert [fit.count for fit in some] == [2 * size] * 4
+    assert [fit.queries.shape[1] for fit in some] == [2 * size] * 4
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mqa", "mla"])

@@ -134,7 +134,7 @@ def test_a_result_that_does_not_train_can_be_published_as_it_is(
         raise Failure("the loss is nan")
 
     with monkeypatch.context() as patch:
-        patch.setattr(closing, "healed", failing)
+        patch.setattr(closing, "train", failing)
         with pytest.raises(Failure, match="the conversion is done, its healing failed: the loss is nan") as failure:
             mqa(source, tmp_path / "out", text=text, heal=1024, **SIZES)
     assert failure.value.hint is not None

@@ -18,7 +18,7 @@ from attention import load
 from attention.errors import Interrupted, Refusal
 from attention.models import AUTO_MAP, CODE, unlike_ours
 from convert import heal, mla, mqa
-from convert.healing.rates import start_rate
+from convert.healing.plan import start_rate
 from convert.healing.training import Trainer
 from convert.output.workdir import WorkDirectory
 from eval import evaluate
