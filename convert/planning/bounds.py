@@ -81,5 +81,5 @@ def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> At
 
 def rotary_dim(source: Source, family: Family) -> int:
     """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-    rotaries = (family.rotary(source.config, layer) for layer in range(source.decoder.num_hidden_layers))
-    return next((rotary.dims for rotary in rotaries if rotary), 0)
+    rotary = family.first_rotary(source.config)
+    return rotary.dims if rotary else 0
