@@ -94,10 +94,16 @@ def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Sta
 
 
 def refit(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
-    """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks."""
+    """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks.
+
+    They are fitted to keys and values as the cache rounds them, but not to channels of a latent whose bits differ: layers err
+    less so, and whole models more (docs/notes/fits.md).
+    """
     if job.text is None or not job.text.calibration.refit or statistics.sample is None or not job.shows_attention:
         return after
-    return refitted(before, after, statistics.sample.to(job.device), statistics.attended)
+    exact = after.rounding is not None and bool(after.rounding.classes)
+    start = replace(after, rounding=None) if exact else after
+    return replace(refitted(before, start, statistics.sample.to(job.device), statistics.attended), rounding=after.rounding)
 
 
 def factored(

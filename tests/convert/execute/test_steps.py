@@ -12,8 +12,10 @@ from records import factored as factored_record
 from records import inputs, loss, measured, record
 from targets import grouped, latent
 
+from attention.formats import FORMATS
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
+from convert.execute import steps
 from convert.execute.steps import Pipeline, factored, latent_pipeline, merged
 from convert.hosts import portable
 
@@ -118,3 +120,15 @@ def test_for_a_format_keys_and_values_are_balanced_before_they_are_fitted(form: 
     target = dataclasses.replace(latent(), cache_dtype=form)
     assert target.layer_steps(refit=True, width=20) == ("balance", "refit", "scale")
     assert dataclasses.replace(target, cache_dtype="bfloat16").layer_steps(refit=True, width=20) == ("refit", "scale")
+
+
+@pytest.mark.parametrize(("form", "fitted_to"), [("int4", "int4"), ("mixed", None)])
+def test_queries_are_not_fitted_to_channels_whose_bits_differ(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
+    seen = []
+    monkeypatch.setattr(steps, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
+    text = SimpleNamespace(calibration=SimpleNamespace(refit=True))
+    job: Any = SimpleNamespace(text=text, shows_attention=True, device=torch.device("cpu"))
+    start = dataclasses.replace(factored_record(), rounding=FORMATS[form])
+    found = steps.refit(job, record(4, 2, 3, 0, 20), start, 0, measured(inputs(20)))
+    assert seen == [FORMATS.get(fitted_to or "")]
+    assert found.rounding is FORMATS[form]
