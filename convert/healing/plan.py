@@ -16,12 +16,13 @@ from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import held_parameters
-from convert.output.destination import Output, check_output, partial_path, read_provenance, stated_cache
+from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.planning.base import location_of, readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.device import require_device
+from eval.quality.origin import stated_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
-from attention.formats import FORMATS
 from convert.checkpoint.reader import Reader
 from eval.inputs.sealed import read_object
 from eval.inputs.text import SELF
@@ -42,13 +41,6 @@ class Output:
     overwrite: bool = False
     resume: bool = False
     engine: str | None = None
-
-
-def stated_cache(provenance: Mapping[str, Any]) -> str | None:
-    """The format of the cache that conversion.json says a checkpoint was made for; None if it names none that there is."""
-    found = provenance.get("kv_bytes_per_token")
-    named = found.get("cache_dtype") if isinstance(found, dict) else None
-    return named if isinstance(named, str) and named in FORMATS else None
 
 
 def partial_path(output: Path) -> Path:

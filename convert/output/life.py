@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
-from attention.formats import format_named, rounding_of
+from attention.formats import rounding_of
 from attention.spec import AttentionSpec
-from convert.output.destination import Output, check_output, read_provenance, stated_cache
+from convert.output.destination import Output, check_output, read_provenance
 from convert.output.lock import exclusive
 from convert.output.provenance import Clock, write_card, write_provenance
 from convert.output.workdir import WorkDirectory
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import prepare, report_of
+from eval.quality.origin import is_cached_in, stated_cache
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress
 
@@ -180,9 +181,8 @@ def _formats(provenance: dict[str, Any], models: tuple[Source, ...]) -> tuple[st
     form = stated_cache(provenance)
     if form is None or rounding_of(form) is None:
         return ()
-    for model in models:
-        spec = AttentionSpec.from_config(model.config)
-        if not spec.takes(form) and not (format_named(form).classes and spec.kv_lora_rank is None):
+    for model in (model for model in models if is_cached_in(model, form)):
+        if not AttentionSpec.from_config(model.config).takes(form):
             _log.warning("evaluated without caches in %s, which %s cannot have", form, model.reference)
             return ()
     return (form,)

@@ -12,7 +12,6 @@ from typing import Any
 
 from attention.encoded_forward import store_encoded
 from attention.errors import GateMissed, Refusal
-from attention.formats import format_named
 from attention.padding import pad_values
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
@@ -22,7 +21,7 @@ from eval.machine.device import compute_device, require_device
 from eval.machine.forecast import Decoder, Work, foretell
 from eval.quality.cost import cache_figures
 from eval.quality.lockstep import Job, score_all
-from eval.quality.origin import identity, seen_share
+from eval.quality.origin import identity, is_cached_in, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.probes import PROBES
 from eval.quality.protocol import Protocol
@@ -119,9 +118,7 @@ def report_of(
 def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list[Source], list[str | None]]:
     """Each model as it is, then each once for each format of the cache that its dtype is not; formats beside them."""
     rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
-    rows += [
-        (source, form) for source in sources for form in forms if form != source.dtype and not _lacks(sources, source, form)
-    ]
+    rows += [(source, form) for source in sources for form in forms if form != source.dtype and is_cached_in(source, form)]
     named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
     return named, [form for _, form in rows]
 
@@ -222,13 +219,6 @@ def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings)
     return protocols, tokens
 
 
-def _lacks(sources: Sequence[Source], source: Source, form: str) -> bool:
-    """Whether a format of latents alone is for others of the models: this one caches heads."""
-    specs = {one.reference: AttentionSpec.from_config(one.config) for one in sources}
-    alone = format_named(form).classes and specs[source.reference].kv_lora_rank is None
-    return bool(alone) and any(spec.kv_lora_rank is not None for spec in specs.values())
-
-
 def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
     """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
     require_device(settings.device)
@@ -240,10 +230,14 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
             f"models with different vocabularies cannot be compared: {listed}",
             hint="evaluate each by itself and compare bits/byte",
         )
+    for form in settings.cache_dtypes:
+        if not any(is_cached_in(source, form) for source in sources):
+            raise Refusal(
+                f"none of the models was made for a cache in {form}, which takes channels in the order of their energies",
+                hint=f"evaluate a result of `convert mla --cache-dtype {form}`, or choose int8, int4 or another format",
+            )
     for source in sources:
-        for form in (source.dtype, *settings.cache_dtypes):
-            if _lacks(sources, source, form):
-                continue
+        for form in (source.dtype, *(form for form in settings.cache_dtypes if is_cached_in(source, form))):
             try:
                 AttentionSpec.from_config(source.config).bytes_per_token(form)
             except Refusal as refusal:

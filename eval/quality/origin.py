@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention.errors import Failure
+from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.overlap import overlap
 from eval.inputs.source import Source
@@ -74,6 +75,18 @@ def _made(source: Source) -> dict[str, Any]:
             hint="restore it, or take it away: it only says how the model was made",
         )
     return made
+
+
+def stated_cache(made: Mapping[str, Any]) -> str | None:
+    """The format of the cache that conversion.json says a checkpoint was made for; None if it names none that there is."""
+    found = made.get("kv_bytes_per_token")
+    named = found.get("cache_dtype") if isinstance(found, dict) else None
+    return named if isinstance(named, str) and named in FORMATS else None
+
+
+def is_cached_in(source: Source, form: str) -> bool:
+    """Whether it says something to cache a model in a format: one of classes is for the latents that were made for it."""
+    return not format_named(form).classes or stated_cache(_made(source)) == form
 
 
 def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], calibrated_on: Tokens | None) -> float | None:

@@ -160,7 +160,7 @@ def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[S
     [
         ("int5", "no KV cache is kept in 'int5'"),
         ("int4", "narrow: a head of 4 values cannot be cached in int4"),
-        ("mixed", "narrow: heads cannot be cached in mixed"),
+        ("mixed", "none of the models was made for a cache in mixed"),
     ],
 )
 def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Make) -> None:
@@ -168,6 +168,18 @@ def test_formats_are_refused_before_weights_are_read(form: str, message: str, ch
     forget_weights(narrow)
     with pytest.raises(Refusal, match=message):
         report_of([narrow], TEXT, replace(SHORT, cache_dtypes=(form,)))
+
+
+def test_a_format_of_classes_is_for_latents_that_were_made_for_it(checkpoint: Make) -> None:
+    size = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "q_lora_rank": None}
+    source, plain, ordered = (
+        Source.parse(str(checkpoint(name=name, model_type=kind, **options)))
+        for name, kind, options in (("source", "llama", {}), ("plain", "deepseek_v3", size), ("ordered", "deepseek_v3", size))
+    )
+    made = {"kvfold": "0", "kv_bytes_per_token": {"before": 2, "after": 1, "cache_dtype": "mixed"}}
+    (ordered.files / "conversion.json").write_text(json.dumps(made))
+    report = report_of([source, plain, ordered], TEXT, replace(SHORT, cache_dtypes=("mixed",)))
+    assert [entry["name"] for entry in report["models"]] == ["source", "plain", "ordered", "ordered (mixed cache)"]
 
 
 def test_a_source_alone_scores_as_it_does_in_company(pair: list[Source]) -> None:
