@@ -15,19 +15,20 @@ from attention.record import Attention, FactoredAttention, LatentProjections, Pr
 from attention.scoring import Scoring
 
 
-def grouped_attention(x: torch.Tensor, a: Attention) -> torch.Tensor:
+def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:
     """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
 
     Args:
-        x: `[B, T, E]`, the normalised input of the block, positions 0 to T−1.
+        x: `[B, T, E]`, the normalised input of the block.
         a: The attention, whose tensors have the dtype of x.
+        start: The position of the first token.
 
     Returns:
         `[B, T, E]`.
     """
     read, x = _read(x, a.projections)
     queries, keys, values = _projected(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
-    positions = torch.arange(x.shape[1], device=x.device)
+    positions = start + torch.arange(x.shape[1], device=x.device)
 
     def encode(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
         if norm and not norm.after_rotary:
@@ -47,20 +48,21 @@ def grouped_attention(x: torch.Tensor, a: Attention) -> torch.Tensor:
     return out if a.o_bias is None else out + a.o_bias
 
 
-def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
+def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434).
 
     The latent of token s is c_s = down x_s, divided by its norm only where the record says so; head h scores it with q_nopeᵀ
     up_k c_s plus the rotated q_ropeᵀ k_rope, and reads up_v c_s.
 
     Args:
-        x: `[B, T, E]`, the normalised input of the block, positions 0 to T−1.
+        x: `[B, T, E]`, the normalised input of the block.
         a: The attention, whose tensors have the dtype of x.
+        start: The position of the first token.
 
     Returns:
         `[B, T, E]`.
     """
-    positions = torch.arange(x.shape[1], device=x.device)
+    positions = start + torch.arange(x.shape[1], device=x.device)
     read, x = _read(x, a.projections)
     read = read if a.q_down is None else read @ a.q_down.T
     key = _projected(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None])

@@ -16,6 +16,7 @@ from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
+from convert.families.reading import family_for
 from convert.hosts.base import Host, refuses_restarts
 from convert.hosts.phi import HOST as PHI
 
@@ -128,10 +129,10 @@ class Kvfold(Host):
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         if config.model_type == MODEL_TYPE:
-            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type]).for_config(config)
+            family: Family = family_for(config).for_config(config)
             outer, inner = dict(raw), raw["text_config"]
         else:
-            source = FAMILIES[config.model_type].for_config(config)
+            source = family_for(config).for_config(config)
             traits, scaling = source.traits(config), source.scale(config)
             windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
             family, raw, config = _inside(source, raw, config)

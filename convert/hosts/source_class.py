@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
+from convert.families.reading import family_for
 from convert.hosts.base import Host
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _copies(family: Family, config: Any, target: AttentionSpec) -> bool:
 
 def _changes(config: Any, target: AttentionSpec) -> dict[str, Any]:
     """The fields of the config that change; none where a class that ignores them is copied: they would mislead others."""
-    family = FAMILIES[config.model_type]
+    family = family_for(config)
     return {} if not family.shares_heads and _copies(family, config, target) else family.sharing(config, target)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
-from convert.families import family_of
 from convert.families.base import unmodelled_fields
+from convert.families.reading import family_for
 from convert.methods.text import Method, TextUse
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def readable(source: Source) -> Family:
         Refusal: It needs its own code, is quantised, or belongs to no known family.
     """
     source.refuse_remote_code()
-    family = family_of(source.model_type, source.inner_model_type).for_config(source.config)
+    family = family_for(source.config).for_config(source.config)
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation

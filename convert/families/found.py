@@ -1,0 +1,461 @@
+"""Reads a model type that has no row: finds by experiment where its projections are, and what its attention computes.
+
+The experiments are on a small twin (`convert.families.twin`). Candidates are few: which modules, RoPE or none, which dims form
+a pair, a window, a cap, the scale, a norm of queries and keys before or after RoPE. If no record computes what the twin does,
+the type is refused, and the refusal says what differs: parameters that no record has, or a field of the config without which it
+would be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from attention import rope
+from attention.errors import Refusal
+from attention.record import Attention, Record
+from attention.scoring import Scoring
+from attention.spec import AttentionSpec
+from convert.families.base import SOFTCAP, Family, InputNorm, Traits
+from convert.families.names import NameTable
+from convert.families.separate import NormRow, SeparateProjections
+from convert.families.twin import Call, Twin, computed, disproof, kinds, mixes_otherwise, near
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a kind of layer computes.
+
+    Attributes:
+        pairing: Of its RoPE; None without.
+        partial: As in `attention.rope.from_config`.
+        window: The config field that says how many tokens it sees; None if it sees all.
+        cap: Whether its logits are capped at `attn_logit_softcapping`.
+        scale: Of its logits.
+    """
+
+    pairing: rope.Pairing | None = None
+    partial: bool = False
+    window: str | None = None
+    cap: bool = False
+    scale: float = 1.0
+
+    def rotary(self, config: Any, head_dim: int, layer: int) -> rope.Rotary | None:
+        if self.pairing is None:
+            return None
+        types = getattr(config, "layer_types", None)
+        return rope.from_config(config, head_dim, self.pairing, types[layer] if types else None, self.partial)
+
+    def scoring(self, config: Any) -> Scoring:
+        window = None if self.window is None else int(getattr(config, self.window))
+        return Scoring(None, window, getattr(config, SOFTCAP) if self.cap else None)
+
+
+@dataclass(frozen=True)
+class Found(SeparateProjections):
+    """A family that experiments have found, for configs that differ in nothing but their sizes.
+
+    Attributes:
+        projections: The names of the projections of queries, keys, values and outputs in the attention's module.
+        readings: What each kind of layer computes (`convert.families.twin.kinds`).
+        input: The norm of the attention's input, with `{layer}` in its name; None without one.
+        far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
+    """
+
+    projections: tuple[str, ...] = _PARTS
+    readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
+    input: InputNorm | None = None
+    far_queries: float | None = None
+
+    def traits(self, config: Any) -> Traits:
+        traits = super().traits(config)
+        if self.far_queries is None:
+            return traits
+        return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
+
+    def reading(self, config: Any, layer: int) -> Reading:
+        return dict(self.readings)[kinds(config)[layer]]
+
+    def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
+        return self.reading(config, layer).rotary(config, self.spec(config).head_dim, layer)
+
+    def window(self, config: Any, layer: int) -> int | None:
+        return self.scoring(config, layer).window
+
+    def scoring(self, config: Any, layer: int) -> Scoring:
+        return self.reading(config, layer).scoring(config)
+
+    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+        return self._renamed(super().shapes(config, layer), layer, _PARTS, self.projections)
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        return super().split(self._renamed(tensors, layer, self.projections, _PARTS), config, layer)
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        return self._renamed(super().join(record, spec, layer), layer, _PARTS, self.projections)
+
+    def output(self, layer: int) -> str:
+        return f"{self._prefix(layer)}{self.projections[-1]}"
+
+    def input_norm(self, layer: int) -> InputNorm | None:
+        return self.input and replace(self.input, name=self.input.name.format(layer=layer))
+
+    def _renamed(self, tensors: Mapping[str, Any], layer: int, old: Sequence[str], new: Sequence[str]) -> dict[str, Any]:
+        prefix = self._prefix(layer)
+        names = {prefix + before: prefix + after for before, after in zip(old, new, strict=True)}
+        parted = ((*name.rpartition("."), tensor) for name, tensor in tensors.items())
+        return {f"{names.get(module, module)}.{last}": tensor for module, _, last, tensor in parted}
+
+
+class Unread(Exception):
+    """No record computes what the twin does; the message says what is in the way."""
+
+
+class Unexplained(Unread):
+    """The same, of an attention whose parameters a record has: a field of the config may be in the way."""
+
+
+def find(config: Any) -> Family:
+    """The family of a config whose type has no row.
+
+    Raises:
+        Refusal: No record computes what its class does.
+    """
+    stated = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if stated not in _FOUND:
+        _FOUND[stated] = _found_or_refused(config)
+    if isinstance(found := _FOUND[stated], Refusal):
+        raise found
+    return found
+
+
+_FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take about a second
+
+
+def _found_or_refused(config: Any) -> Family | Refusal:
+    try:
+        return _found(config)
+    except Unread as why:
+        blamed = _blamed(config) if isinstance(why, Unexplained) else None
+        reason = f"it would be read without {blamed}" if blamed else str(why)
+        hint = "`convert eval` measures it all the same; `convert families` lists the types that can be read"
+        return Refusal(f"model type {config.model_type!r} cannot be read: {reason}", hint=hint)
+
+
+def _found(config: Any) -> Family:
+    try:
+        twin = Twin(config)
+        spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
+    except Exception as error:  # whatever a class that nobody knows may raise
+        raise Unread(f"a small model of its class does not run ({type(error).__name__}: {str(error)[:160]})") from None
+    family = _like_a_row(config, twin)
+    if family is None:
+        layers, module, names = _projections(twin, calls, spec)
+        family = _Search(twin, spec, calls, layers, module, names).family(config)
+        if wrong := disproof(family, twin):
+            if not (factor := _factor_of_queries(family, twin)):
+                raise Unexplained(wrong)
+            family = replace(family, far_queries=factor)
+    if mixes_otherwise(twin, [family.output(layer) for layer in range(len(twin.layers))]):
+        raise Unread("something besides its attention mixes tokens")
+    return family
+
+
+def _factor_of_queries(family: Found, twin: Twin) -> float | None:
+    """What far queries are multiplied by, if nothing else tells them from near ones; None if something does."""
+    if disproof(family, twin, [0]) or family.scaled_by is None:
+        return None
+    assert isinstance(family.scaled_by, float)
+    for factor in (1 + step / 200 for step in range(-100, 400)):
+        if not disproof(replace(family, scaled_by=factor * family.scaled_by), twin, [twin.farthest]):
+            return factor
+    return None
+
+
+def _like_a_row(config: Any, twin: Twin) -> Family | None:
+    """The family of another type that has its projections stacked, or a latent, and that the class computes the same as."""
+    from convert.families import FAMILIES
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
+    for row in FAMILIES.values():
+        if type(row) is SeparateProjections:
+            continue
+        with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
+            family = copy.copy(row.for_config(twin.config))
+            object.__setattr__(family, "model_type", config.model_type)
+            prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
+            wanted = {
+                name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(twin.config, layer).items()
+            }
+            there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
+            if wanted == there and family.unreadable(twin.config) is None and disproof(family, twin) is None:
+                return family
+    return None
+
+
+# ---- where the projections are -------------------------------------------------------------------------------------------
+
+
+def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
+    """The path of the list of layers, that of the attention in a layer, and the names of its four projections there."""
+    modules, count = dict(twin.model.named_modules()), len(twin.layers)
+    lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
+    stacks = [(path, found) for path in lists if (found := list(_attentions(modules, calls, f"{path}.0", spec)))]
+    if not stacks:
+        raise Unread("its first layer has no attention of four projections")
+    (layers, ((module, read, output), *others)), *more = stacks
+    if others or more:
+        raise Unread("its layers have several attentions, or there are several stacks of layers")
+    path = f"{layers}.0.{module}"
+    unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
+    if any(name.startswith(f"{layers}.0.") for name in unused):
+        raise Unread("its layers also attend to the states of an encoder")
+    # The first token sees itself alone: queries and keys change nothing there, and values are all that there is.
+    gave = {name: _without(twin, path, name) for name in read}
+    values = [name for name in read if torch.equal(gave[name], gave[name][:, :1].expand_as(gave[name]))]
+    if len(read) > 3:
+        beside = [name for name in read if name not in values and not near(gave[name][:, 0], calls[path].gave[:, 0])]
+        raise Unread(f"its attention has {', '.join(beside or read)} besides projections of queries, keys, values and outputs")
+    if len(values) != 1:
+        raise Unread(f"it is not clear which of its projections {', '.join(read)} makes values")
+    # Queries are larger than keys where heads share.
+    sizes = {name: modules[f"{path}.{name}"].out_features for name in read}
+    queries, keys = sorted(set(read) - set(values), key=lambda name: (-sizes[name], not name.startswith("q"), name))
+    return layers, module, (queries, keys, values[0], output)
+
+
+def _attentions(
+    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec
+) -> Iterator[tuple[str, list[str], str]]:
+    """The modules of a layer three or more of whose projections read its input, and one of which gives its output."""
+    heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for path, module in modules.items():
+        if not path.startswith(f"{layer}.") or path not in calls:
+            continue
+        own = {name: calls[f"{path}.{name}"] for name, child in module.named_children()
+               if isinstance(child, nn.Linear) and f"{path}.{name}" in calls}  # fmt: skip
+        read = [name for name, call in own.items() if _same(call.read, calls[path].read)]
+        gave = [name for name, call in own.items() if _same(call.gave, calls[path].gave)]
+        sizes = [getattr(module, name).out_features for name in read]
+        if len(gave) == 1 and sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1):
+            yield path.removeprefix(f"{layer}."), read, gave[0]
+
+
+def _without(twin: Twin, path: str, name: str) -> torch.Tensor:
+    """What an attention gives if one of its projections gives zero."""
+    parameters = list(twin.model.get_submodule(f"{path}.{name}").parameters())
+    kept = [parameter.clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+        gave = twin.calls()[path].gave
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.copy_(values)
+    return gave
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+# ---- what they compute ---------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Tries readings of each layer until one computes what the twin does."""
+
+    def __init__(
+        self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call], layers: str, module: str, names: tuple[str, ...]
+    ) -> None:
+        self.twin, self.spec, self.calls, self.layers, self.names = twin, spec, calls, layers, names
+        self.path = f"{layers}.{{layer}}.{module}"
+        self.first = twin.model.get_submodule(self.path.format(layer=0))
+
+    def family(self, config: Any) -> Found:
+        biases = [self.first.get_submodule(name).bias is not None for name in self.names]
+        norms = [self._norm(name) for name in self.names[:2]]
+        if len(set(biases[:3])) > 1 or (norms[0] is None) != (norms[1] is None):
+            raise Unread("its queries, keys and values do not have biases and norms alike")
+        (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
+        family = Found(
+            config.model_type,
+            qkv_bias=biases[0],
+            o_bias=biases[3],
+            norm=row and replace(row, q=q_norm, k=k_norm),
+            names=NameTable([]),
+            shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
+            attention_path=self.path,
+            projections=self.names,
+            input=self._input_norm(),
+            adds_output=self._adds_output(),
+        )
+        self._require_no_more(family)
+        readings: dict[tuple[Any, ...], Reading] = {}
+        for layer, kind in enumerate(kinds(self.twin.config)):
+            found = self._reading(replace(family, readings=((kind, Reading()),)), layer)
+            if readings.setdefault(kind, found) != found:
+                raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
+        if len({reading.scale for reading in readings.values()}) > 1:
+            raise Unread("its layers scale their logits by different factors")
+        windows = tuple({reading.window: None for reading in readings.values() if reading.window})
+        caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
+        scale = next(iter(readings.values())).scale
+        return replace(family, readings=tuple(readings.items()), scaled_by=scale, extra_features=(*caps, *windows))
+
+    def _require_no_more(self, family: Found) -> None:
+        """Refuse parameters of an attention that no record has."""
+        state = self.twin.model.state_dict()
+        for layer, stands_for in enumerate(self.twin.layers):
+            prefix = f"{family.module(layer)}."
+            there = {name for name, _ in self.twin.model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
+            wanted = family.shapes(self.twin.config, layer)
+            if more := sorted(name.removeprefix(prefix) for name in there - wanted.keys()):
+                raise Unread(f"its attention has {', '.join(more)} besides projections of queries, keys, values and outputs")
+            if any(name not in state or state[name].shape != shape for name, shape in wanted.items()):
+                raise Unread(f"layer {stands_for} has no attention like the first layer's")
+
+    def _norm(self, projection: str) -> tuple[str, NormRow] | None:
+        """The norm of what a projection gives, before or after RoPE: its name, and how it normalises."""
+        path = self.path.format(layer=0)
+        states = self.calls[f"{path}.{projection}"].gave.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)  # [1, H, T, D]
+        for name, module in self.first.named_modules():
+            call, gain = self.calls.get(f"{path}.{name}"), getattr(module, "weight", None)
+            if call is None or isinstance(module, nn.Linear) or not isinstance(gain, torch.Tensor):
+                continue
+            read, gave = _by_heads(call.read, states.shape), _by_heads(call.gave, states.shape)
+            if read is None or gave is None or gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
+                continue
+            if (row := self._form(module, read, gave, after_rotary=not torch.equal(read, states))) is not None:
+                return name, row
+        return None
+
+    def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool) -> NormRow | None:
+        """How a norm of heads `[1, H, T, D]` normalises, by what it gives."""
+        gain, bias, eps, dim = module.weight, getattr(module, "bias", None), _eps(module), read.shape[-1]
+        field = next(
+            (name for name, value in vars(self.twin.config).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
+        )
+        storage: Literal["shared", "flat", "matrix"] = (
+            "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
+        )
+        kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+        for kind, offset in itertools.product(kinds if field else (), (0.0, 1.0)):
+            row = NormRow(
+                "", "", kind, storage, eps=field, bias=bias is not None, gain_offset=offset, after_rotary=after_rotary
+            )
+            norm = row.form(eps).with_gains(gain.view(-1, dim), None if bias is None else bias.view(-1, dim))
+            if near(norm(read), gave):
+                return row
+        return None
+
+    def _reading(self, family: Found, layer: int) -> Reading:
+        """What a layer's attention computes."""
+        config, path = self.twin.config, family.module(layer)
+        state, call = self.twin.model.state_dict(), self.calls[path]
+        record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
+        windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
+        kept = [
+            value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
+        ]
+        scales = dict.fromkeys([self.spec.head_dim**-0.5, *kept])
+        for reading, window, cap, scale in itertools.product(
+            self._rotations(), [None, *windows], [False, *([True] if getattr(config, SOFTCAP, None) else [])], scales
+        ):
+            tried = replace(reading, window=window, cap=cap, scale=scale)
+            rotary = tried.rotary(config, self.spec.head_dim, layer)
+            ours = replace(record, rotary=rotary, scoring=tried.scoring(config), scale=scale)
+            if near(computed(ours, call.read.double()), call.gave.double()):
+                return tried
+        for reading, window in itertools.product(self._rotations(), [None, *windows]):
+            tried = replace(reading, window=window)
+            ours = replace(record, rotary=tried.rotary(config, self.spec.head_dim, layer), scoring=tried.scoring(config))
+            if (scale := _scale(ours, call)) is not None:
+                return replace(tried, scale=scale)
+        raise Unexplained(f"RoPE, windows and scales do not explain what layer {self.twin.layers[layer]} computes")
+
+    def _rotations(self) -> Iterator[Reading]:
+        pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")
+        yield from (
+            Reading(pairing, share)
+            for pairing, share in itertools.product(pairings, (False, True))
+            if getattr(self.twin.config, "rope_parameters", None)
+        )
+        yield Reading()
+
+    def _input_norm(self) -> InputNorm | None:
+        """The norm whose output the attention reads, if that has gains."""
+        x = self.calls[self.path.format(layer=0)].read
+        for path, call in self.calls.items():
+            module: Any = self.twin.model.get_submodule(path)
+            gain: Any = getattr(module, "weight", None)
+            bias: Any = getattr(module, "bias", None)
+            if not path.startswith(f"{self.layers}.0.") or not _same(call.gave, x) or getattr(gain, "ndim", 0) != 1:
+                continue
+            for states, offset in itertools.product((call.read, call.read - call.read.mean(-1, keepdim=True)), (0.0, 1.0)):
+                unit = states * states.square().mean(-1, keepdim=True).add(_eps(module)).rsqrt()
+                if near(unit * (gain + offset) + (0 if bias is None else bias), x):
+                    return InputNorm(path.replace(f"{self.layers}.0.", f"{self.layers}.{{layer}}.", 1), offset)
+        return None
+
+    def _adds_output(self) -> bool:
+        """Whether something in the layer reads the sum of the layer's input and its attention's output."""
+        layer, gave = f"{self.layers}.0", self.calls[self.path.format(layer=0)].gave
+        inside = [call for path, call in self.calls.items() if path.startswith(f"{layer}.")]
+        return layer in self.calls and any(near(call.read, self.calls[layer].read + gave) for call in inside)
+
+
+def _scale(record: Attention, call: Call) -> float | None:
+    """The scale of logits with which a record computes what a class does, if there is one: by a grid, and finer ones."""
+    x, gave = call.read.double(), call.gave.double()
+    low, high = math.log(1e-3), math.log(10.0)
+    for steps in (64, 16, 16, 16, 16, 16):
+        width = (high - low) / steps
+        found = [low + step * width for step in range(steps + 1)]
+        errors = [float((computed(replace(record, scale=math.exp(log)), x) - gave).abs().max()) for log in found]
+        best = found[errors.index(min(errors))]
+        if min(errors) > 0.3 * float(gave.abs().max()):
+            return None
+        low, high = best - width, best + width
+    return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
+
+
+def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Heads `[1, H, T, D]` of this shape as a class gives them to a norm: so, by tokens, or flat; None if it is neither."""
+    heads, dim = shape[1], shape[3]
+    flat = states.unflatten(-1, (heads, dim)) if states.ndim == 3 and states.shape[-1] == heads * dim else states
+    return next((view for view in (flat, flat.transpose(1, 2)) if view.shape == shape), None) if flat.ndim == 4 else None
+
+
+def _eps(module: Any) -> float:
+    """What a norm adds to the variance."""
+    return next((value for name in ("variance_epsilon", "eps", "epsilon") if (value := getattr(module, name, None))), 1e-6)
+
+
+# ---- what stands in the way ----------------------------------------------------------------------------------------------
+
+
+def _blamed(config: Any) -> str | None:
+    """A field of the config, and its value, without which the type could be read; None if no single one is."""
+    for name, value in vars(config).items():
+        if name.startswith("_") or isinstance(value, (str, dict, list)) or not value or _SIZES.search(name):
+            continue
+        for without in (False,) if value is True else (None, type(value)()):
+            changed = copy.deepcopy(config)
+            with contextlib.suppress(Exception):  # configs check their fields by errors of many kinds
+                setattr(changed, name, without)
+                _found(changed)
+                return f"{name} {value} in config.json"
+    return None

@@ -1,0 +1,234 @@
+"""A small twin of a checkpoint's class: narrow layers of each kind, random weights, short windows; and the proof of a reading.
+
+What decides what an attention computes stays as the config has it: head sizes, norms, biases, RoPE, scales, kinds of layers.
+A reading of the config is right if the twin's attention computes what the record says (`attention.reference`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attention.record import Attention
+from attention.reference import grouped_attention, latent_attention
+
+if TYPE_CHECKING:
+    from attention.record import Record
+    from convert.families.base import Family
+
+_TEXT = 20  # tokens: more than windows, and than any length that has to be passed for another behaviour
+_SHORT = 6  # what such lengths become
+_LENGTHS = re.compile("window|chunk|original_max_position")
+_WIDTHS = re.compile("intermediate|ffn|n_inner|mlp_hidden")
+_VOCABULARY, _MLP, _HEADS, _EXPERTS, _FEW = 64, 32, 4, 16, 4
+_SIZE = 1.6  # of weights, over the root of their inputs: logits reach a cap, and no softmax is flat
+_MOST = 300_000_000  # parameters
+_FARTHEST = 1 << 17  # position; a class whose angles are fp32 is too inexact beyond
+EQUAL = 2e-5  # of the size of an output: what fp32 rounds
+_ANGLE = 1e-7  # the same for each position that a text starts at: what fp32 angles cost
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        read: Its input.
+        gave: Its output, the first of several.
+    """
+
+    read: torch.Tensor
+    gave: torch.Tensor
+
+
+class Twin:
+    """A twin of the class of `config`, fp32.
+
+    Attributes:
+        config: The small config.
+        layers: The source's layer that each layer of the twin stands for.
+        model: The class, with random weights.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config, self.layers = _shrunk(config)
+        kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        make = partial(AutoModelForCausalLM.from_config, self.config, dtype=torch.float32, **kinds)
+        with _silent(), torch.device("meta"):
+            size = sum(parameter.numel() for parameter in make().parameters())
+        if size > _MOST:
+            raise ValueError(f"{size:,} parameters are left of it, which is not small")
+        with _silent():
+            self.model = make().eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                drawn = torch.randn(parameter.shape, generator=generator)
+                # gains and biases are vectors
+                parameter.copy_(drawn * _SIZE * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.6 + 0.4 * drawn)
+
+    @property
+    def farthest(self) -> int:
+        """The last position that a text can start at."""
+        return max(0, min(getattr(self.config, "max_position_embeddings", None) or 0, _FARTHEST) - _TEXT)
+
+    def calls(self, start: int = 0) -> dict[str, Call]:
+        """The calls of all modules by path, in a forward pass over a text whose first position is `start`."""
+        found: dict[str, Call] = {}
+
+        def note(path: str) -> Any:
+            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                given = kwargs.get("hidden_states", next(filter(_is_states, (*args, *kwargs.values())), None))
+                gave = output[0] if isinstance(output, tuple) else output
+                if given is not None and isinstance(gave, torch.Tensor):
+                    found[path] = Call(given, gave)
+
+            return hook
+
+        modules = self.model.named_modules()
+        handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules]
+        try:
+            self.logits(_text(), start)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def logits(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Of tokens `[1, T]`, whose first position is `start` if the class takes positions."""
+        takes = "position_ids" in inspect.signature(self.model.forward).parameters
+        positions = {"position_ids": start + torch.arange(ids.shape[1])[None]} if takes else {}
+        with _silent(), torch.no_grad():
+            logits: torch.Tensor = self.model(ids, use_cache=False, **positions).logits
+        return logits
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' warnings: they are about the small config, of which the user knows nothing."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _is_states(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _text() -> torch.Tensor:
+    return torch.randint(3, _VOCABULARY - 1, (1, _TEXT), generator=torch.Generator().manual_seed(1))
+
+
+def near(a: torch.Tensor, b: torch.Tensor, share: float = EQUAL) -> bool:
+    """Whether they differ by at most a share of the larger's largest value."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= share * b.abs().max())
+
+
+def computed(record: Record, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """What a record computes of inputs `[1, T, E]`, the first at position `start`."""
+    return grouped_attention(x, record, start) if isinstance(record, Attention) else latent_attention(x, record, start)
+
+
+def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | None:
+    """What a family says wrongly of a twin's class, or None: the layer, and where in a text.
+
+    Args:
+        family: Of the class.
+        twin: Of the class.
+        starts: Positions at which the texts begin; without any, the first and the last possible one.
+    """
+    state = {name: tensor.double() for name, tensor in twin.model.state_dict().items() if tensor.is_floating_point()}
+    for start in dict.fromkeys(starts or (0, twin.farthest)):
+        calls = twin.calls(start)
+        for layer, stands_for in enumerate(twin.layers):
+            module, output, wanted = family.module(layer), family.output(layer), family.shapes(twin.config, layer)
+            for name in (*wanted, module, output):
+                if name not in state and name not in calls:
+                    return f"layer {stands_for} of its class has no {name}"
+            ours = family.split({name: state[name] for name in wanted}, twin.config, layer)
+            read, gave = calls[module].read.double(), calls[output].gave.double()
+            if not near(computed(ours, read, start), gave, EQUAL + start * _ANGLE):
+                return f"layer {stands_for} computes something else than its config says, at positions from {start} on"
+    return None
+
+
+def mixes_otherwise(twin: Twin, outputs: Sequence[str]) -> bool:
+    """Whether tokens still reach others without the attention whose output projections these are. It leaves them at zero."""
+    with torch.no_grad():
+        for path in outputs:
+            for parameter in twin.model.get_submodule(path).parameters():
+                parameter.zero_()
+    text, changed = _text(), _text()
+    changed[0, 0] = 3 if changed[0, 0] != 3 else 4
+    return not near(twin.logits(text)[:, 1:], twin.logits(changed)[:, 1:])
+
+
+def kinds(config: Any) -> list[tuple[Any, ...]]:
+    """What the config says of each layer, by lists that have one entry for each; layers of a kind have the same."""
+    count = config.num_hidden_layers
+    lists = [value for _, value in sorted(vars(config).items()) if _is_per_layer(value, count)]
+    return [tuple(value[layer] for value in lists) for layer in range(count)]
+
+
+def _is_per_layer(value: Any, count: int) -> bool:
+    if not isinstance(value, list) or len(value) != count or count < 2:
+        return False
+    return all(isinstance(one, (str, int, float, type(None))) for one in value) and len(set(value)) < count  # else indices
+
+
+def _shrunk(config: Any) -> tuple[Any, list[int]]:
+    """The small config, and the source's layers that its own stand for: the first few, and one of each kind."""
+    small, per_layer, count = copy.deepcopy(config), kinds(config), config.num_hidden_layers
+    kept = sorted({*range(min(count, _FEW)), *(per_layer.index(kind) for kind in per_layer)})
+    for name, value in vars(config).items():
+        if _is_per_layer(value, count):
+            setattr(small, name, [value[layer] for layer in kept])
+        elif isinstance(value, int) and not isinstance(value, bool):
+            if _LENGTHS.search(name) and value > _SHORT:
+                setattr(small, name, _SHORT)
+            elif _WIDTHS.search(name):
+                setattr(small, name, min(value, _MLP))
+            elif name.endswith("_experts"):
+                setattr(small, name, min(value, _EXPERTS))
+            elif name.endswith("_token_id") and value >= _VOCABULARY:
+                setattr(small, name, _VOCABULARY - 1)
+    small.num_hidden_layers, small.vocab_size = len(kept), _VOCABULARY
+    _narrow(small, config)
+    if isinstance(rope := getattr(config, "rope_parameters", None), dict):
+        small.rope_parameters = _shortened(rope)
+    return small, kept
+
+
+def _narrow(small: Any, config: Any) -> None:
+    """Make heads few, and the model as narrow as that makes it. Two query heads share a KV head where the config can say so."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    one_or_all = getattr(config, "kv_lora_rank", None) or hasattr(config, "multi_query")
+    small.num_attention_heads = _HEADS
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if (groups := getattr(config, name, None)) is not None:
+            setattr(small, name, min(groups, _HEADS) if one_or_all else _HEADS // 2)
+    small.hidden_size = (_HEADS if config.hidden_size == heads * dim else _HEADS + 1) * dim
+
+
+def _shortened(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE that passes the length from which on it behaves otherwise, where it has one."""
+    if any(isinstance(value, dict) for value in parameters.values()):  # one for each kind of layer
+        return {name: _shortened(value) if isinstance(value, dict) else value for name, value in parameters.items()}
+    by_length = parameters.get("rope_type") in ("longrope", "dynamic")
+    return {name: _SHORT if by_length and _LENGTHS.search(name) and value else value for name, value in parameters.items()}

@@ -1,0 +1,115 @@
+"""What a row says of a class is proved on a small twin of it, and a wrong row is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiny import OF_LATENT, switched, tiny_config
+
+from attention.rope import Rotary
+from convert.families import FAMILIES, Family
+from convert.families.separate import SeparateProjections
+from convert.families.twin import Twin, disproof, kinds
+
+WINDOWED = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in OF_LATENT])
+def test_every_row_is_proved(model_type: str) -> None:
+    twin = Twin(switched(model_type, True, **WINDOWED))
+    assert disproof(FAMILIES[model_type].for_config(twin.config), twin) is None
+
+
+@pytest.mark.parametrize("model_type", OF_LATENT)
+def test_a_latent_with_a_norm_is_proved(model_type: str) -> None:
+    twin = Twin(tiny_config(model_type, attention_bias=False, q_lora_rank=24))
+    assert disproof(FAMILIES[model_type].for_config(twin.config), twin) is None
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "short_factor": [1.0, 1.1, 1.3, 1.7],
+         "long_factor": [2.0, 3.0, 5.0, 7.0]},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_scaled_rope_is_proved(rope: dict[str, Any]) -> None:
+    twin = Twin(tiny_config("llama", rope_parameters={"rope_theta": 1e4} | rope))
+    assert disproof(FAMILIES["llama"], twin) is None
+
+
+def spoilt(model_type: str, **changes: Any) -> Family:
+    row = FAMILIES[model_type]
+    assert isinstance(row, SeparateProjections)
+    return replace(row, **changes)
+
+
+def norm_of(model_type: str, **changes: Any) -> Any:
+    row = FAMILIES[model_type]
+    assert isinstance(row, SeparateProjections)
+    assert row.norm is not None
+    return replace(row.norm, **changes)
+
+
+SPOILT: dict[str, tuple[str, Callable[[], Family]]] = {
+    "pairing": ("llama", lambda: spoilt("llama", pairing="interleaved")),
+    "scale": ("granite", lambda: spoilt("granite", scaled_by=None)),
+    "norm behind RoPE": ("qwen3", lambda: spoilt("qwen3", norm=norm_of("qwen3", after_rotary=True))),
+    "gains less one": ("gemma3_text", lambda: spoilt("gemma3_text", norm=norm_of("gemma3_text", gain_offset=0.0))),
+    "kind of norm": ("cohere", lambda: spoilt("cohere", norm=norm_of("cohere", kind="rms"))),
+    "window": ("mistral", lambda: spoilt("mistral", extra_features=())),
+    "bias": ("qwen2", lambda: spoilt("qwen2", qkv_bias=False)),
+    "rotary share": ("nemotron", lambda: spoilt("nemotron", partial_rotary=False)),
+    "cap": ("gemma2", lambda: spoilt("gemma2", extra_features=("sliding_window",))),
+    "layers with RoPE": ("smollm3", lambda: spoilt("smollm3", rotates=lambda config, layer: True)),
+    "path": ("llama", lambda: spoilt("llama", attention_path="model.layers.{layer}.attention")),
+    "output": ("phi", lambda: spoilt("phi", o_name="o_proj")),
+}
+
+
+@pytest.mark.parametrize("field", SPOILT)
+def test_a_wrong_row_is_refuted(field: str) -> None:
+    model_type, made = SPOILT[field]
+    changes = {"cap": {"attn_logit_softcapping": 0.4}, "layers with RoPE": {"no_rope_layers": [1, 0, 1]}}.get(field, {})
+    twin = Twin(switched(model_type, True, **(WINDOWED | changes)))
+    assert disproof(FAMILIES[model_type].for_config(twin.config), twin) is None
+    wrong = disproof(made(), twin)
+    assert wrong is not None
+    assert wrong.startswith("layer ")
+
+
+def test_a_wrong_slope_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, row = Twin(tiny_config("bloom")), FAMILIES["bloom"]
+    slopes = row.slopes(twin.config)
+    assert slopes is not None
+    monkeypatch.setattr(type(row), "slopes", lambda self, config: tuple(slope / 2 for slope in slopes))
+    assert disproof(row, twin) is not None
+
+
+def test_wrong_frequencies_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, row = Twin(tiny_config("llama")), FAMILIES["llama"]
+    right = row.rotary(twin.config, 0)
+    assert right is not None
+    monkeypatch.setattr(SeparateProjections, "rotary", lambda self, config, layer: Rotary(right.frequencies * 1.01))
+    assert disproof(row, twin) is not None
+
+
+def test_a_twin_has_layers_of_every_kind_and_stays_small() -> None:
+    config = tiny_config(
+        "smollm3", num_hidden_layers=30, no_rope_layers=[1] * 20 + [0] * 10, hidden_size=512, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=16, intermediate_size=4096, vocab_size=50000,
+    )  # fmt: skip
+    twin = Twin(config)
+    assert twin.layers == [0, 1, 2, 3, 20]
+    assert {kinds(config)[layer] for layer in range(30)} == set(kinds(twin.config))
+    assert sum(parameter.numel() for parameter in twin.model.parameters()) < 2e5
+    assert config.num_hidden_layers == 30, "the config itself stays"
