@@ -17,11 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
+from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
@@ -65,7 +66,7 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def load(
     path: str | Path, *, when: When = "auto", backend: Backend = "auto", cache_dtype: str | None = None, **arguments: Any
 ) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed or packed where possible.
+    """`from_pretrained(path, **arguments)` of the class that `attention.auto` names, absorbed or packed where possible.
 
     Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention is packed where `pack` can, with
     `backend`. MHA, and a model that was loaded with another attention implementation, stay as they are. With `cache_dtype`, the
@@ -79,7 +80,9 @@ def load(
     form = None if cache_dtype is None else format_named(cache_dtype)
     if said := unlike_ours(Path(path)):
         _log.warning(said)
-    model = prepared(keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)), when=when, backend=backend)
+    own = {name: arguments[name] for name in ("trust_remote_code", "revision") if name in arguments}
+    made = auto_class(AutoConfig.from_pretrained(path, **own)).from_pretrained(path, **arguments)
+    model = prepared(keep_caps(made), when=when, backend=backend)
     return model if form is None else store_encoded(model, form.name)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
@@ -31,12 +32,11 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
         Failure: There is no causal LM of this config.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with init_empty_weights(), no_init_weights():  # random numbers on the meta device take most of the time
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers and a checkpoint's own code raise any kind
             reason = " ".join(str(error).split())[:300]
             raise Failure(
@@ -45,6 +45,17 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
             ) from error
     model.tie_weights()  # `init_empty_weights` makes two parameters of a tied one
     return keep_caps(model).eval().requires_grad_(False)
+
+
+def class_names(config: Any, trust_remote_code: bool, stored: Collection[str]) -> dict[str, str]:
+    """The names in the class of tensors that a checkpoint has under other names, and that loading changes nothing else of.
+
+    Raises:
+        Failure: There is no causal LM of this config.
+    """
+    model = empty_model(config, trust_remote_code)
+    made, _ = _gathered(model, model.state_dict(), stored)
+    return {one.names[0]: one.first for one in made if one.conversion is None and one.names[0] != one.first}
 
 
 class Mismatch(NamedTuple):

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from attention.errors import Failure, KvfoldError
 from convert.calibration.own_text import own_text
 from convert.calibration.survey import survey
 from convert.checkpoint.loadable import require_loadable
+from convert.checkpoint.loading import class_names
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.execute.card import model_card
@@ -90,7 +91,11 @@ def execute(
         texts = GivenTexts.read(plan.source, plan.calibration) if plan.calibration else None
         if evaluated and texts:
             warn_of_overlap(evaluated, texts.whole, "calibration")
-        return _Conversion(plan, Reader(plan.source.files, plan.family.renamed), texts, progress, statistics_in, foretold, heal)
+        source = plan.source
+        # Of a decoder inside another model, files and classes name what is around it differently.
+        inside = source.decoder is not source.config and not plan.family.needs_code
+        renamed = partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed
+        return _Conversion(plan, Reader(source.files, renamed), texts, progress, statistics_in, foretold, heal)
 
     provenance = carry_out(plan.output, (plan.source,), begin, held_out, progress, published)
     return Conversion(decided(plan, provenance), provenance)

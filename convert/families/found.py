@@ -79,30 +79,34 @@ class Found(SeparateProjections):
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: InputNorm | None = None
     far_queries: float | None = None
+    in_engines = False
 
     def traits(self, config: Any) -> Traits:
-        traits = super().traits(config)
+        traits = super().traits(_decoder(config))
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
+
+    def unreadable(self, config: Any) -> str | None:
+        return super().unreadable(_decoder(config))
 
     def reading(self, config: Any, layer: int) -> Reading:
         return dict(self.readings)[kinds(config)[layer]]
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
-        return self.reading(config, layer).rotary(config, self.spec(config).head_dim, layer)
+        return self.reading(config, layer).rotary(_decoder(config), self.spec(config).head_dim, layer)
 
     def window(self, config: Any, layer: int) -> int | None:
         return self.scoring(config, layer).window
 
     def scoring(self, config: Any, layer: int) -> Scoring:
-        return self.reading(config, layer).scoring(config)
+        return self.reading(config, layer).scoring(_decoder(config))
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        return self._renamed(super().shapes(config, layer), layer, _PARTS, self.projections)
+        return self._renamed(super().shapes(_decoder(config), layer), layer, _PARTS, self.projections)
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return super().split(self._renamed(tensors, layer, self.projections, _PARTS), config, layer)
+        return super().split(self._renamed(tensors, layer, self.projections, _PARTS), _decoder(config), layer)
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         return self._renamed(super().join(record, spec, layer), layer, _PARTS, self.projections)
@@ -118,6 +122,11 @@ class Found(SeparateProjections):
         names = {prefix + before: prefix + after for before, after in zip(old, new, strict=True)}
         parted = ((*name.rpartition("."), tensor) for name, tensor in tensors.items())
         return {f"{names.get(module, module)}.{last}": tensor for module, _, last, tensor in parted}
+
+
+def _decoder(config: Any) -> Any:
+    """The part of a config that describes the decoder: of a model that has one inside, the rest is about something else."""
+    return config.get_text_config(decoder=True)
 
 
 class Unread(Exception):
@@ -346,7 +355,7 @@ class _Search:
         """How a norm of heads `[1, H, T, D]` normalises, by what it gives."""
         gain, bias, eps, dim = module.weight, getattr(module, "bias", None), _eps(module), read.shape[-1]
         field = next(
-            (name for name, value in vars(self.twin.config).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
+            (name for name, value in vars(self.twin.decoder).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
         )
         storage: Literal["shared", "flat", "matrix"] = (
             "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
@@ -363,7 +372,7 @@ class _Search:
 
     def _reading(self, family: Found, layer: int) -> Reading:
         """What a layer's attention computes."""
-        config, path = self.twin.config, family.module(layer)
+        config, path = self.twin.decoder, family.module(layer)
         state, call = self.twin.model.state_dict(), self.calls[path]
         record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
@@ -391,7 +400,7 @@ class _Search:
         yield from (
             Reading(pairing, share)
             for pairing, share in itertools.product(pairings, (False, True))
-            if getattr(self.twin.config, "rope_parameters", None)
+            if getattr(self.twin.decoder, "rope_parameters", None)
         )
         yield Reading()
 

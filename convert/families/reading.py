@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
+from attention.errors import Refusal, one_line
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
 from convert.families.kvfold import KvfoldProjections
+
+_log = logging.getLogger("kvfold")
 
 # Model types of transformers without a row that experiments read, with an attention that config.json can make so.
 FOUND = (
@@ -14,6 +19,50 @@ FOUND = (
     "gpt-sw3", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2",
     "minimax_m3_vl_text", "ministral3", "modernbert-decoder", "solar_open", "youtu",
 )  # fmt: skip
+
+# Types with a decoder inside that experiments read, of which all is tested: pictures, healing, the cache.
+INSIDE = (
+    "aya_vision", "gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava",
+)  # fmt: skip
+
+
+# Config fields that change nothing of an attention's reading, or that tests of the rows prove it with.
+_COVERED = re.compile(
+    r"^_|^num_|^n_|_size$|_dims?$|_id$|_ids$|_eps$|_epsilon$|^initializer|dropout|^use_cache$|^is_|dtype$|^architectures$|"
+    r"^transformers_version$|^tie_|_act$|activation|^auto_map$|embeddings$|_labels?|label2id|pdrop$|_bias$|^bias$|^rope_|"
+    r"^layer_types$|window|^no_rope|norm$|layernorm$|softcapping$|^partial_rotary|^rotary_|^head_dim$|experts|moe|router|topk|"
+    r"multiplier$|^scale_|^logit|_rank$|token|^output_|^return_|^chunk_size|^problem_type$|^quant|^first_k|^d_?model|^dim_|"
+    r"^attention_types$|^attention_layers$|^attention_heads$|^multi_query$|^query_pre_attn_scalar$"
+)
+
+
+def require_proved(family: Family, config: Any) -> None:
+    """Refuse a config that a row reads wrongly: where fields are set that the rows' tests do not cover, a small twin decides.
+
+    Raises:
+        Refusal: The twin's attention computes something else than the row says.
+    """
+    if family.needs_code or not family.in_engines:
+        return
+    odd: list[str] = []
+    try:
+        usual = vars(type(config)())
+        odd += [name for name, value in vars(config).items() if not _COVERED.search(name) and usual.get(name) != value]
+        if not odd:
+            return
+        from convert.families.twin import Twin, disproof
+
+        twin = Twin(config)
+        wrong = disproof(family.for_config(twin.config), twin)
+    except Exception as error:  # classes raise errors of many kinds; then the proof of the tests stands
+        _log.warning("not proved whether %s change its attention: %s", ", ".join(odd), one_line(error, 200))
+        return
+    if wrong:
+        raise Refusal(
+            f"this {config.model_type} cannot be read: {wrong}",
+            hint=f"config.json sets {', '.join(odd)}, one of which may be why; `convert eval` measures it all the same",
+        )
 
 
 def family_for(config: Any) -> Family:
@@ -24,7 +73,8 @@ def family_for(config: Any) -> Family:
     """
     if config.model_type == MODEL_TYPE:
         return KvfoldProjections(family_for(config.text_config))
-    if config.model_type in FAMILIES or config.model_type in UNREAD:
+    alone = config.get_text_config(decoder=True) is config
+    if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
         return family_of(config.model_type)
     from convert.families.found import find  # takes torch
 

@@ -13,11 +13,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import set_module_tensor_to_device
 
+from attention.auto import auto_class
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
 
@@ -53,6 +54,8 @@ class Call:
 class Twin:
     """A twin of the class of `config`, fp32.
 
+    Of a class that has a decoder inside, all else stays without weights.
+
     Attributes:
         config: The small config.
         layers: The source's layer that each layer of the twin stands for.
@@ -60,28 +63,43 @@ class Twin:
     """
 
     def __init__(self, config: Any) -> None:
-        from transformers import AutoModelForCausalLM
+        from accelerate import init_empty_weights
+        from transformers.initialization import no_init_weights
 
         self.config, self.layers = _shrunk(config)
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        make = partial(AutoModelForCausalLM.from_config, self.config, dtype=torch.float32, **kinds)
-        with _silent(), torch.device("meta"):
-            size = sum(parameter.numel() for parameter in make().parameters())
-        if size > _MOST:
+        with _silent(), init_empty_weights(include_buffers=False), no_init_weights():
+            self.model = auto_class(self.config).from_config(self.config, dtype=torch.float32, **kinds).eval()
+        self.model.tie_weights()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give the decoder, its embeddings and its head random weights."""
+        parts = [self.model]
+        if self.decoder is not self.config:
+            parts = [self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        wanted = {id(weight) for part in parts for weight in part.parameters()}
+        found = [(name, weight) for name, weight in self.model.named_parameters() if id(weight) in wanted]
+        if (size := sum(weight.numel() for _, weight in found)) > _MOST:
             raise ValueError(f"{size:,} parameters are left of it, which is not small")
-        with _silent():
-            self.model = make().eval()
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                drawn = torch.randn(parameter.shape, generator=generator)
-                # gains and biases are vectors
-                parameter.copy_(drawn * _SIZE * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.6 + 0.4 * drawn)
+        for name, weight in found:
+            drawn = torch.randn(weight.shape, generator=generator)
+            # gains and biases are vectors
+            value = drawn * _SIZE * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.6 + 0.4 * drawn
+            set_module_tensor_to_device(self.model, name, "cpu", value=value)
+        self.model.tie_weights()
+        self.model.requires_grad_(False)
+
+    @property
+    def decoder(self) -> Any:
+        """The part of the small config that describes the decoder."""
+        return self.config.get_text_config(decoder=True)
 
     @property
     def farthest(self) -> int:
         """The last position that a text can start at."""
-        return max(0, min(getattr(self.config, "max_position_embeddings", None) or 0, _FARTHEST) - _TEXT)
+        return max(0, min(getattr(self.decoder, "max_position_embeddings", None) or 0, _FARTHEST) - _TEXT)
 
     def calls(self, start: int = 0) -> dict[str, Call]:
         """The calls of all modules by path, in a forward pass over a text whose first position is `start`."""
@@ -180,6 +198,7 @@ def mixes_otherwise(twin: Twin, outputs: Sequence[str]) -> bool:
 
 def kinds(config: Any) -> list[tuple[Any, ...]]:
     """What the config says of each layer, by lists that have one entry for each; layers of a kind have the same."""
+    config = config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     lists = [value for _, value in sorted(vars(config).items()) if _is_per_layer(value, count)]
     return [tuple(value[layer] for value in lists) for layer in range(count)]
@@ -191,9 +210,10 @@ def _is_per_layer(value: Any, count: int) -> bool:
     return all(isinstance(one, (str, int, float, type(None))) for one in value) and len(set(value)) < count  # else indices
 
 
-def _shrunk(config: Any) -> tuple[Any, list[int]]:
+def _shrunk(whole: Any) -> tuple[Any, list[int]]:
     """The small config, and the source's layers that its own stand for: the first few, and one of each kind."""
-    small, per_layer, count = copy.deepcopy(config), kinds(config), config.num_hidden_layers
+    changed, config = copy.deepcopy(whole), whole.get_text_config(decoder=True)
+    small, per_layer, count = changed.get_text_config(decoder=True), kinds(whole), config.num_hidden_layers
     kept = sorted({*range(min(count, _FEW)), *(per_layer.index(kind) for kind in per_layer)})
     for name, value in vars(config).items():
         if _is_per_layer(value, count):
@@ -211,7 +231,7 @@ def _shrunk(config: Any) -> tuple[Any, list[int]]:
     _narrow(small, config)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict):
         small.rope_parameters = _shortened(rope)
-    return small, kept
+    return changed, kept
 
 
 def _narrow(small: Any, config: Any) -> None:

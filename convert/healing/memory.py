@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.padding import pad_values
 from attention.spec import dtype_bytes
@@ -85,7 +86,6 @@ def _trained(plan: HealPlan, model: Any, names: Collection[str]) -> int:
 def _activations(plan: HealPlan, names: Collection[str]) -> int:
     """Bytes that autograd keeps of one forward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     seen: dict[int, Any] = {}  # storages, which are kept so that no other one takes an address
@@ -96,7 +96,7 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
         return tensor
 
     with FakeTensorMode(), no_init_weights():
-        student = AutoModelForCausalLM.from_config(
+        student = auto_class(plan.converted.config).from_config(
             plan.converted.config, dtype=torch.float32, trust_remote_code=plan.converted.trust_remote_code
         )
         pad_values(keep_caps(student).eval())

@@ -48,7 +48,7 @@ class SourceClass(Host):
         self.families = families
 
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        if not family.shares_heads:  # MQA by keys of its own, which was not tried
+        if not family.shares_heads or not family.in_engines:  # MQA by keys of its own was not tried
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 
@@ -59,12 +59,15 @@ class SourceClass(Host):
         return None if _copies(family, config, target) else family.unshared(config, target)
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        return {**raw, **_changes(config, target)}
+        changes = _changes(config, target)
+        if isinstance(inner := raw.get("text_config"), dict):  # of a model with a decoder inside
+            return {**raw, "text_config": {**inner, **changes}}
+        return {**raw, **changes}
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         changed = copy.deepcopy(config)
         for field, value in _changes(config, target).items():
-            setattr(changed, field, value)
+            setattr(changed.get_text_config(decoder=True), field, value)
         return changed
 
 

@@ -19,7 +19,7 @@ from eval.inputs.text import OWN_TEXT
 # written anew.
 _COMPANIONS = (
     *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json",
-    "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
+    "generation_config.json", "chat_template*", "additional_chat_templates", "*processor_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert import methods
+from convert.families.reading import require_proved
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
@@ -61,6 +62,7 @@ def plan_grouped(
     """
     require_device(device)
     family = readable(source)
+    require_proved(family, source.config)
     before = family.spec(source.config)
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"

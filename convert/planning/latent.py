@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from convert import methods
+from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
@@ -57,6 +58,7 @@ def plan_latent(
 
     require_device(device)
     family = readable(source)
+    require_proved(family, source.config)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(
             "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs.source import FLOATS, Source
@@ -24,12 +25,11 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
     a temporary directory.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(source.config).from_pretrained(
                 source.files,
                 dtype=getattr(torch, compute_dtype(source, dtype, device)),
                 trust_remote_code=source.trust_remote_code,
@@ -88,13 +88,14 @@ def compute_dtype(source: Source, dtype: str, device: str) -> str:
 
 def require_causal(source: Source) -> None:
     """Raise `Refusal` if the model is not a decoder-only language model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
+    known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(source.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    known = known or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
     if getattr(source.config, "is_encoder_decoder", False) or not known:
         raise Refusal(
             f"{source.reference} is not a decoder-only language model (model type {source.model_type!r})",
-            hint="it takes a model that AutoModelForCausalLM loads",
+            hint="it takes a model that AutoModelForCausalLM or AutoModelForImageTextToText loads",
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attention.auto import auto_class
 from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import AttentionSpec, dtype_bytes
@@ -51,12 +52,11 @@ def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
         Refusal: transformers cannot build a model from `config`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         # accelerate's `init_empty_weights` allocates each tensor before it moves it: a large one may not fit.
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # classes raise errors of many kinds on settings that they do not know
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 from tiny import VOCABULARY, random_model, save_tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from written import Convert, ok, weights
 
 from attention.errors import Refusal
-from convert.families import FAMILIES
+from convert.families import FAMILIES, reading
 from convert.families.found import Found, find
 from convert.families.reading import FOUND
 from eval.inputs.loading import load
@@ -72,6 +77,8 @@ def test_no_other_type_is_found() -> None:
             config = small(model_type, **changes)
         except Exception:
             continue
+        if config.get_text_config(decoder=True) is not config:
+            continue
         with pytest.raises(Refusal, match="cannot be read: "):
             find(config)
 
@@ -121,6 +128,135 @@ def test_far_queries_that_are_scaled_are_named() -> None:
     plain = {key: value for key, value in config.rope_parameters.items() if key != "llama_4_scaling_beta"}
     without = AutoConfig.for_model("ministral3", rope_parameters=plain | {"llama_4_scaling_beta": 0.0})
     assert find(without).describe(without)["also"] == {}
+
+
+# ---- decoders inside other models -----------------------------------------------------------------------------------------
+
+TEXT = {key: SIZES[key] for key in (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)} | {"num_hidden_layers": 3, "max_position_embeddings": 512}  # fmt: skip
+SIGHT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+         "patch_size": 8, "projection_dim": 32}  # fmt: skip
+QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 64, "patch_size": 4}
+PICTURE = 90  # the token that stands for a part of a picture
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+QWEN_TOKENS = {"image_token_id": PICTURE, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+GRID = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+# By type: the type of its decoder, what that has besides, its vision model, what the whole has besides.
+INSIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": ("llama", {}, {"model_type": "clip_vision_model", **SIGHT}, {"image_token_index": PICTURE}),
+    "llava_next": ("llama", {}, {"model_type": "clip_vision_model", **SIGHT}, {"image_token_index": PICTURE, **GRID}),
+    "llava_onevision": ("qwen2", {}, {"model_type": "siglip_vision_model", **SIGHT}, {"image_token_index": PICTURE, **GRID}),
+    "vipllava": ("llama", {}, {"model_type": "clip_vision_model", **SIGHT}, {"image_token_index": PICTURE}),
+    "mistral3": ("mistral", {}, {"model_type": "pixtral", **SIGHT, "head_dim": 8}, {"image_token_index": PICTURE}),
+    "internvl": ("qwen2", {}, {"model_type": "internvl_vision", **SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
+                 {"image_token_id": PICTURE}),
+    "aya_vision": ("cohere2", {}, {"model_type": "siglip_vision_model", **SIGHT}, {"image_token_index": PICTURE}),
+    "smolvlm": ("llama", {}, {"model_type": "smolvlm_vision", **SIGHT}, {"image_token_id": PICTURE, "scale_factor": 2}),
+    "paligemma": ("gemma", {}, {"model_type": "siglip_vision_model", **SIGHT}, {"image_token_index": PICTURE}),
+    "gemma3": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 8},
+               {"model_type": "siglip_vision_model", **SIGHT}, {"image_token_index": PICTURE, "mm_tokens_per_image": 4}),
+    "qwen2_vl": ("qwen2_vl_text", MROPE, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 4},
+                 QWEN_TOKENS),
+    "qwen2_5_vl": ("qwen2_5_vl_text", MROPE, QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}, QWEN_TOKENS),
+    "qwen3_vl": ("qwen3_vl_text", MROPE, QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}, QWEN_TOKENS),
+}  # fmt: skip
+
+
+def test_all_that_are_listed_are_tested() -> None:
+    assert sorted(INSIDE) == list(reading.INSIDE)
+
+
+def seeing(model_type: str) -> Any:
+    decoder, besides, vision, whole = INSIDE[model_type]
+    text = {"model_type": decoder, **TEXT, **besides}
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **whole)
+
+
+def saved_seeing(model_type: str, path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(seeing(model_type), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model.save_pretrained(path)
+    (path / "processor_config.json").write_text("{}")
+    save_tokenizer(path)
+    return path
+
+
+@pytest.mark.parametrize("model_type", INSIDE)
+def test_a_decoder_inside_another_model_is_converted(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    source = saved_seeing(model_type, tmp_path / "source")
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text"))
+    ok(convert("gqa", source, tmp_path / "half", "--groups", 2, "--no-text"))
+    assert (tmp_path / "half" / "processor_config.json").read_text() == "{}"
+    models = [AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("source", "same", "half")]
+    before, same, half = (model.state_dict() for model in models)
+    assert before.keys() == same.keys() == half.keys()
+    assert all(torch.equal(before[name], same[name]) for name in before)
+    changed = {name for name in before if before[name].shape != half[name].shape or not torch.equal(before[name], half[name])}
+    assert changed
+    assert all(".self_attn." in name and "vision" not in name for name in changed)
+    ids = torch.randint(4, 89, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = models[2](ids).logits
+        cached = models[2](ids[:, :-1], use_cache=True).past_key_values
+        last = models[2](ids[:, -1:], past_key_values=cached).logits
+    assert cached.layers[-1].keys.shape[1] == 2
+    if model_type != "paligemma":  # it reads a prompt that it caches both ways, and other text forwards
+        torch.testing.assert_close(last[:, -1], whole[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def pictured(model_type: str) -> dict[str, torch.Tensor]:
+    """A prompt with a picture of random pixels, behind the preprocessing of the type's own processor."""
+    pixels = numpy.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype="uint8")
+    words = torch.randint(4, 89, (10,), generator=torch.Generator().manual_seed(0)).tolist()
+    if model_type == "llava":
+        processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        seen, parts = processor(Image.fromarray(pixels), return_tensors="pt"), 16
+    else:
+        sizes: dict[str, Any] = {"min_pixels": 64, "max_pixels": 1024}
+        seen = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **sizes)(
+            Image.fromarray(pixels), return_tensors="pt"
+        )
+        parts = int(seen["image_grid_thw"].prod()) // 4
+    ids = torch.tensor([[*words[:3], 91, *[PICTURE] * parts, 92, *words[3:]]])
+    kinds = {} if model_type == "llava" else {"mm_token_type_ids": (ids == PICTURE).long()}
+    return {"input_ids": ids, **kinds, **seen}
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
+def test_pictures_are_seen_as_before(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    source, given = saved_seeing(model_type, tmp_path / "source"), pictured(model_type)
+    for name, groups in (("same", 4), ("half", 2)):
+        ok(convert("gqa", source, tmp_path / name, "--groups", groups, "--no-text"))
+    models = [AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("source", "same", "half")]
+    with torch.inference_mode():
+        before, same, half = (model(**given).logits for model in models)
+        assert torch.equal(before, same)
+        assert not torch.equal(before, half)
+        without = {name: value for name, value in given.items() if name in ("input_ids", "mm_token_type_ids")}
+        blind = without | {"input_ids": given["input_ids"].masked_fill(given["input_ids"] == PICTURE, 5)}
+        assert not torch.allclose(models[2](**blind).logits, half), "the picture says something"
+        how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [PICTURE]}
+        said = [models[2].generate(**given, **how, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+def test_text_calibrates_evaluates_and_heals_such_a_decoder(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    source, text = saved_seeing(model_type, tmp_path / "source"), tmp_path / "text"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 60)
+    on = ("--text", text, "--calibration-tokens", 512, "--calibration-context", 64)
+    ok(convert("mqa", source, tmp_path / "out", *on))
+    ok(convert("mqa", source, tmp_path / "plain", "--no-text", "--method", "mean"))
+    ok(convert("heal", tmp_path / "out", tmp_path / "healed", "--text", text, "--tokens", 256, "--context", 64))
+    compared = [source, *(tmp_path / name for name in ("out", "plain", "healed"))]
+    found = ok(convert("eval", *compared, "--text", text, "--context", 64, "--json"))
+    losses = [entry["loss_nats"] for entry in json.loads(found.stdout)["models"]]
+    assert max(losses[1], losses[3]) < losses[2]
 
 
 # ---- a type that nobody has seen -------------------------------------------------------------------------------------------
