@@ -123,7 +123,7 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
                 units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
-        elif plan.target.copies or (plan.family is layout and plan.family.names.place(name) is None):
+        elif plan.target.copies or ((plan.family is layout or layout.holds_more) and plan.family.names.place(name) is None):
             place = Place(name, (name,))
             units.append(Unit((place,), {name: reader.infos[name].stored_as(stored)}, (place,)))
         elif reason := _has_no_place(plan.family, layout, name):

@@ -26,7 +26,10 @@ from attention.errors import Refusal
 from attention.record import Attention, Record
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
+from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, Family, InputNorm, Traits
+from convert.families.inside import Inside
+from convert.families.latent import LatentLayout
 from convert.families.names import NameTable
 from convert.families.separate import NormRow, SeparateProjections
 from convert.families.twin import Call, Twin, computed, disproof, kinds, mixes_otherwise, near
@@ -170,7 +173,7 @@ def _found(config: Any) -> Family:
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     except Exception as error:  # whatever a class that nobody knows may raise
         raise Unread(f"a small model of its class does not run ({type(error).__name__}: {str(error)[:160]})") from None
-    family = _like_a_row(config, twin)
+    family = _inside(config, twin) or _like_a_row(config, twin)
     if family is None:
         layers, module, names = _projections(twin, calls, spec)
         family = _Search(twin, spec, calls, layers, module, names).family(config)
@@ -181,6 +184,19 @@ def _found(config: Any) -> Family:
     if mixes_otherwise(twin, [family.output(layer) for layer in range(len(twin.layers))]):
         raise Unread("something besides its attention mixes tokens")
     return family
+
+
+def _inside(config: Any, twin: Twin) -> Family | None:
+    """The family of a decoder inside another model, if it has a row that is right."""
+    decoder = _decoder(config)
+    if decoder is config or decoder.model_type not in FAMILIES:
+        return None
+    row = FAMILIES[decoder.model_type].for_config(decoder)
+    path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
+    family = Inside(row, path, config.model_type)
+    if isinstance(row, LatentLayout):  # kvfold wrote it, and random weights do not have its constants
+        return family
+    return family if disproof(family, twin) is None else None
 
 
 def _factor_of_queries(family: Found, twin: Twin) -> float | None:
@@ -196,8 +212,6 @@ def _factor_of_queries(family: Found, twin: Twin) -> float | None:
 
 def _like_a_row(config: Any, twin: Twin) -> Family | None:
     """The family of another type that has its projections stacked, or a latent, and that the class computes the same as."""
-    from convert.families import FAMILIES
-
     shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
     for row in FAMILIES.values():
         if type(row) is SeparateProjections:

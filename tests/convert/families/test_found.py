@@ -259,6 +259,44 @@ def test_text_calibrates_evaluates_and_heals_such_a_decoder(model_type: str, con
     assert max(losses[1], losses[3]) < losses[2]
 
 
+# Classes that build their decoder by its type, here one that is like Llama.
+OPEN = ("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "vipllava")
+
+
+@pytest.mark.parametrize("model_type", OPEN)
+def test_such_a_decoder_becomes_one_with_a_latent(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    source, text = saved_seeing(model_type, tmp_path / "source"), tmp_path / "text"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 60)
+    on = ("--text", text, "--calibration-tokens", 512, "--calibration-context", 64, "--heal", 0)
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 40, "--qk-rope-head-dim", 8, *on))
+    found = ok(convert("eval", source, tmp_path / "out", "--text", text, "--context", 64, "--json"))
+    _, entry = json.loads(found.stdout)["models"]
+    assert entry["kind"] == "MLA-40+8"
+    assert entry["kv_bytes_per_token"] == 3 * 48 * 4
+    assert entry["kl_to_source"] < 0.02
+    ok(convert("heal", tmp_path / "out", tmp_path / "healed", "--text", text, "--tokens", 256, "--context", 64))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "healed").eval()
+    before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
+    assert model.config.text_config.model_type == "deepseek_v3"
+    for name, tensor in model.state_dict().items():
+        assert ".self_attn." in name or torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("qwen2_5_vl", "the class is for decoders inside other models, of types that are also read alone"),
+        ("gemma3", "gemma3_text does not have Llama's decoder blocks"),
+        ("aya_vision", "cohere2 does not have Llama's decoder blocks"),
+    ],
+)
+def test_a_latent_that_no_class_holds_is_refused(model_type: str, why: str, convert: Convert, tmp_path: Path) -> None:
+    source = saved_seeing(model_type, tmp_path / "source")
+    refused = convert("mla", source, tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--no-text")
+    assert refused.exit_code == 2
+    assert why in refused.stderr
+
+
 # ---- a type that nobody has seen -------------------------------------------------------------------------------------------
 
 
