@@ -113,7 +113,7 @@ class Kvfold(Host):
         if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
-            return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
+            return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
         if not family.has_heads and not traits.latent_norm:
             return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
         return None

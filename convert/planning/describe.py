@@ -13,6 +13,7 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, UNREAD
+from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, readable
@@ -263,9 +264,17 @@ def support_text(rows: list[dict[str, Any]]) -> str:
 
 
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each target that has no output class, and for each model type that is not read on purpose."""
+    """A line for each target that has no output class and each type that is not read on purpose, and what experiments read."""
     targets = [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
-    return targets + [f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())]
+    return [*targets, *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())), *_found()]
+
+
+def _found() -> list[str]:
+    """What experiments read."""
+    return [
+        f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
+        f"the same of decoders inside other models, and others like them: {', '.join(INSIDE)}",
+    ]
 
 
 def support_markdown(rows: list[dict[str, Any]]) -> str:
