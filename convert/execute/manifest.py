@@ -123,9 +123,8 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
                 units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
-        elif plan.target.copies or ((plan.family is layout or layout.holds_more) and plan.family.names.place(name) is None):
-            place = Place(name, (name,))
-            units.append(Unit((place,), {name: reader.infos[name].stored_as(stored)}, (place,)))
+        elif (kept := _kept(plan, layout, name)) is not None:
+            units.append(Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),)))
         elif reason := _has_no_place(plan.family, layout, name):
             dropped[name] = reason
         else:
@@ -185,6 +184,15 @@ def _attention_unit(
     dtypes, first = layout.dtypes(source, family, config, layer), source[names[0]].dtype
     outputs = {name: TensorInfo(shape, dtypes.get(name, first)).stored_as(stored) for name, shape in shapes}
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
+
+
+def _kept(plan: Plan, layout: Family, name: str) -> str | None:
+    """The name in the result of a tensor that is copied whatever it holds; None if its role decides what becomes of it."""
+    if plan.target.copies:
+        return name
+    if plan.family.names.place(name) is not None:
+        return None
+    return name if plan.family is layout else layout.beside(name)
 
 
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:

@@ -97,7 +97,6 @@ class Family(ABC):
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
-        holds_more: Whether its checkpoints hold more than a decoder, which stays as it is.
         in_engines: Whether engines that know its class run what becomes of it; False where nobody tried.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
@@ -116,7 +115,6 @@ class Family(ABC):
     shares_heads: bool = True
     shares_one_head: bool = False
     in_engines: bool = True
-    holds_more: bool = False
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
@@ -164,6 +162,10 @@ class Family(ABC):
         if not self.base or any(name.startswith(f"{self.base}.") for name in stored):
             return {}
         return {name: f"{self.base}.{name}" for name in stored if self.names.place(name) is None}
+
+    def beside(self, name: str) -> str | None:
+        """The name that a tensor keeps here whose role no table of the source's says; None if it has no place here."""
+        return None
 
     # ---- what the config says --------------------------------------------------------------------------------------
 

@@ -85,10 +85,15 @@ class Found(SeparateProjections):
     in_engines = False
 
     def traits(self, config: Any) -> Traits:
-        traits = super().traits(_decoder(config))
+        layers = range(self.spec(config).num_layers)
+        with_rotary = sum(self.reading(config, layer).pairing is not None for layer in layers)
+        traits = replace(super().traits(_decoder(config)), layers_with_rotary=with_rotary)
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
+
+    def beside(self, name: str) -> str | None:
+        return name
 
     def unreadable(self, config: Any) -> str | None:
         return super().unreadable(_decoder(config))
@@ -322,6 +327,7 @@ class _Search:
             shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
             attention_path=self.path,
             projections=self.names,
+            rope_stride=self._rope_stride(),
             input=self._input_norm(),
             adds_output=self._adds_output(),
         )
@@ -337,6 +343,12 @@ class _Search:
         caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
         scale = next(iter(readings.values())).scale
         return replace(family, readings=tuple(readings.items()), scaled_by=scale, extra_features=(*caps, *windows))
+
+    def _rope_stride(self) -> int:
+        """Columns of the class's cosines from one frequency to the next."""
+        cosines = self.calls[self.path.format(layer=0)].cosines
+        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
+        return 2 if doubled else 1
 
     def _require_no_more(self, family: Found) -> None:
         """Refuse parameters of an attention that no record has."""

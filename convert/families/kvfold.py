@@ -57,13 +57,17 @@ class KvfoldProjections(Family):
         self.inner = inner
         self.names = NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows])
         self.attention_path = _PREFIX + inner.attention_path
-        self.computed = inner.computed
+        self.computed, self.in_engines = inner.computed, inner.in_engines
 
     def for_config(self, config: Any) -> Family:
         return KvfoldProjections(self.inner.for_config(config.stock_config))
 
     def unreadable(self, config: Any) -> str | None:
         return self.inner.unreadable(config.stock_config)
+
+    def beside(self, name: str) -> str | None:
+        kept = self.inner.beside(name)
+        return None if kept is None else _PREFIX + kept
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config).of_layer(layer), config.text_config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from typing import Any
@@ -65,6 +66,16 @@ def require_proved(family: Family, config: Any) -> None:
         )
 
 
+def _before_latents(config: Any) -> Any:
+    """The config inside one of kvfold's class, without the sizes of a latent that the source did not have."""
+    if config.source_latent is not None or config.text_config.model_type in FAMILIES:
+        return config.stock_config
+    inner = copy.deepcopy(config.text_config)
+    for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
+        setattr(inner, name, None)
+    return inner
+
+
 def family_for(config: Any) -> Family:
     """The family of checkpoints with this config.
 
@@ -72,7 +83,7 @@ def family_for(config: Any) -> Family:
         Refusal: As of `convert.families.family_of`, or of `convert.families.found.find`.
     """
     if config.model_type == MODEL_TYPE:
-        return KvfoldProjections(family_for(config.text_config))
+        return KvfoldProjections(family_for(_before_latents(config)))
     alone = config.get_text_config(decoder=True) is config
     if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
         return family_of(config.model_type)

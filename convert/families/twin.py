@@ -45,10 +45,12 @@ class Call:
     Attributes:
         read: Its input.
         gave: Its output, the first of several.
+        cosines: Of RoPE, `[…, T, columns]`, if it was given any.
     """
 
     read: torch.Tensor
     gave: torch.Tensor
+    cosines: torch.Tensor | None = None
 
 
 class Twin:
@@ -110,14 +112,15 @@ class Twin:
                 given = kwargs.get("hidden_states", next(filter(_is_states, (*args, *kwargs.values())), None))
                 gave = output[0] if isinstance(output, tuple) else output
                 if given is not None and isinstance(gave, torch.Tensor):
-                    found[path] = Call(given, gave)
+                    angles = kwargs.get("position_embeddings")
+                    found[path] = Call(given, gave, angles[0] if isinstance(angles, tuple) else None)
 
             return hook
 
         modules = self.model.named_modules()
         handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules]
         try:
-            self.logits(_text(), start)
+            self.logits(text(), start)
         finally:
             for handle in handles:
                 handle.remove()
@@ -148,7 +151,8 @@ def _is_states(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _text() -> torch.Tensor:
+def text() -> torch.Tensor:
+    """Tokens `[1, T]` for a twin."""
     return torch.randint(3, _VOCABULARY - 1, (1, _TEXT), generator=torch.Generator().manual_seed(1))
 
 
@@ -191,9 +195,9 @@ def mixes_otherwise(twin: Twin, outputs: Sequence[str]) -> bool:
         for path in outputs:
             for parameter in twin.model.get_submodule(path).parameters():
                 parameter.zero_()
-    text, changed = _text(), _text()
+    usual, changed = text(), text()
     changed[0, 0] = 3 if changed[0, 0] != 3 else 4
-    return not near(twin.logits(text)[:, 1:], twin.logits(changed)[:, 1:])
+    return not near(twin.logits(usual)[:, 1:], twin.logits(changed)[:, 1:])
 
 
 def kinds(config: Any) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from convert.output.destination import Output
 from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes
 from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
 from convert.planning.sizes import AUTO, LatentRequest, Sizing
@@ -66,6 +67,7 @@ def plan_latent(
     dtype, engine = stored_dtype(source, output), engine_of(output.engine)
     # Whether any latent fits the source comes first: it is what most users have to know.
     bounds = LatentBounds(source, family, _host(source, family, size, engine))
+    require_held(bounds.host, family, source)
     size = _for_engine(size, engine, bounds)
     sizing = Sizing(bounds, method, engine, dtype)
     targets = sizing.targets(size)

@@ -1,0 +1,71 @@
+"""Whether kvfold's class holds a type that experiments found: a small twin as MLA of full size has to lose nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Refusal, one_line
+from attention.record import Attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from convert.families import Family
+    from convert.families.twin import Twin
+    from convert.hosts.base import Host
+    from eval.inputs.source import Source
+
+_ALIKE = 1e-4  # of the largest logit
+
+
+def require_held(host: Host, family: Family, source: Source) -> None:
+    """Refuse a found type that kvfold's class does not hold. Rows of types were tested.
+
+    Raises:
+        Refusal: The twin's logits change, or it does not run.
+    """
+    if family.in_engines or family.needs_code or host.kind != "kvfold":
+        return
+    from convert.families.twin import Twin, near, text
+
+    hint = "GQA and MQA stay in its own class"
+    try:
+        twin = Twin(source.config)
+        before = twin.logits(text())
+        after = _full_size(host, family, twin)(text(), use_cache=False).logits
+    except Exception as error:  # classes raise errors of many kinds
+        said = f"a small model of {source.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
+        raise Refusal(said, hint=hint) from None
+    if not near(after, before, _ALIKE):
+        raise Refusal(f"{host.name}'s class does not compute what {source.config.model_type} does, on a small model", hint=hint)
+
+
+def _full_size(host: Host, family: Family, twin: Twin) -> Any:
+    """The twin as MLA of full size, by `svd`, in the host's class."""
+    from attention.models.configuration_kvfold import KvfoldConfig
+    from attention.models.modeling_kvfold import KvfoldForCausalLM
+    from convert.methods import load_latent
+    from convert.methods.latent import Allocation
+    from convert.methods.statistics import Statistics
+
+    config, spec, rotary = twin.config, family.spec(twin.config), family.first_rotary(twin.config)
+    pairs = tuple(pair for pair in range(len(rotary.frequencies)) for _ in range(spec.num_kv_heads)) if rotary else ()
+    target = spec.latent(family.latent_dims(config, 2 * len(pairs)), 2 * len(pairs))
+    assert target.kv_lora_rank is not None
+    allocation = Allocation(target.kv_lora_rank, pairs, rotary=rotary, nope_dims=target.qk_nope_head_dim)
+    state, layout = twin.model.state_dict(), host.layout(family)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(spec.num_layers):
+        record = family.split({name: state.pop(name) for name in family.shapes(config, layer)}, config, layer)
+        assert isinstance(record, Attention), "experiments find heads"
+        statistics = Statistics.assumed(config.hidden_size)
+        if host.reads_projections(family, config):
+            record = record.on_projected_inputs(family.traits(config).clip)
+            assert record.projections is not None
+            statistics = statistics.behind(record.projections)
+        tensors |= layout.join(load_latent("svd").factor(record, allocation, statistics), target, layer)
+    tensors |= {kept: tensor for name, tensor in state.items() if (kept := layout.beside(name)) is not None}
+    chosen = rotary.select(pairs, "half") if rotary else None
+    model = KvfoldForCausalLM(KvfoldConfig(**host.config(config.to_dict(), config, target, chosen))).float().eval()
+    model.load_state_dict(tensors)
+    return model

@@ -1,0 +1,69 @@
+"""A type that experiments found becomes MLA in kvfold's class only if a small twin loses nothing there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from found_types import SHARING, small
+from latents import logits_of, same_logits
+from tiny import random_model, save_tokenizer
+from written import Convert, ok
+
+from attention.errors import Refusal
+from attention.models.modeling_kvfold import KvfoldLatentAttention
+from convert.families.reading import family_for
+from convert.hosts.kvfold import LATENT_HOST
+from convert.planning.held import require_held
+from eval.inputs.source import Source
+
+
+def source(config: Any, path: Path) -> Source:
+    random_model(config).save_pretrained(path)
+    save_tokenizer(path)
+    return Source.parse(str(path))
+
+
+@pytest.mark.parametrize("model_type", [name for name in SHARING if name != "hunyuan_v1_moe"])
+def test_kvfolds_class_holds_what_experiments_found(model_type: str, tmp_path: Path) -> None:
+    made = source(small(model_type), tmp_path / "source")
+    require_held(LATENT_HOST, family_for(made.config), made)
+
+
+@pytest.mark.parametrize("model_type", ["internlm3", "minimax_m2"])
+def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    made = source(small(model_type), tmp_path / "source")
+    whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
+    ok(convert("mla", made.reference, tmp_path / "out", *whole))
+    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+    before, after = logits_of(tmp_path / "source", ids), logits_of(tmp_path / "out", ids)
+    same_logits(after, before)
+    half = ok(convert("mla", made.reference, tmp_path / "half", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--no-text"))
+    assert "MLA-24+8" in half.output
+    again = ok(convert("mla", tmp_path / "half", tmp_path / "less", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--no-text"))
+    assert "MLA-16+8" in again.output
+
+
+def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = source(small("internlm3"), tmp_path / "source")
+    built = KvfoldLatentAttention.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self.scaling *= 1.1
+
+    monkeypatch.setattr(KvfoldLatentAttention, "__init__", other)
+    with pytest.raises(Refusal, match="kvfold's class does not compute what internlm3 does, on a small model"):
+        require_held(LATENT_HOST, family_for(made.config), made)
+    monkeypatch.setattr(KvfoldLatentAttention, "forward", None)
+    with pytest.raises(Refusal, match="a small model of internlm3 in kvfold's class does not run: "):
+        require_held(LATENT_HOST, family_for(made.config), made)
+
+
+def test_norms_behind_rope_have_no_latent(convert: Convert, tmp_path: Path) -> None:
+    made = source(small("hunyuan_v1_moe"), tmp_path / "source")
+    refused = convert("mla", made.reference, tmp_path / "out", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--no-text")
+    assert refused.exit_code == 2
+    assert "queries and keys are normalised after RoPE, and a latent holds keys before RoPE" in refused.stderr

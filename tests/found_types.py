@@ -1,0 +1,32 @@
+"""Small configs of the model types that experiments read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny import VOCABULARY
+from transformers import AutoConfig
+
+from convert.families.reading import FOUND
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": VOCABULARY - 1, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "moe_topk": 2,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+LATENTS = ("axk1", "glm4_moe_lite", "youtu")
+UNSHARED = ("gpt-sw3", "modernbert-decoder")  # their classes ignore the number of KV heads
+SHARING = [name for name in FOUND if name not in (*LATENTS, *UNSHARED)]
+
+
+def small(model_type: str, **changes: Any) -> Any:
+    sizes = SIZES | (LATENT if model_type in LATENTS else {}) | changes
+    if model_type in UNSHARED:
+        sizes = {name: value for name, value in sizes.items() if name not in ("num_key_value_heads", "head_dim")}
+    return AutoConfig.for_model(model_type, **sizes)
