@@ -11,7 +11,7 @@ from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output
-from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes
+from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes
 from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
@@ -56,7 +56,7 @@ def plan_latent(
     from convert.output.destination import check_output
 
     require_device(device)
-    family = readable(source)
+    family = convertible(source)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(
             "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"

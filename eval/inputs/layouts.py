@@ -1,0 +1,80 @@
+"""What lies where no checkpoint of transformers does: a directory without its config or its weights, and what can be done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """What was found.
+
+    Attributes:
+        what: It, in words, with names of files.
+        step: What to do next, as a hint.
+    """
+
+    what: str
+    step: str
+
+
+_ADAPTER = "adapter_config.json"
+_MERGE = (
+    "merge it into its base model with PEFT, and copy the tokenizer: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
+)
+_LAYOUTS: tuple[tuple[str, str, str], ...] = (
+    (_ADAPTER, "an adapter", _MERGE),
+    (
+        "model*-of-*.safetensors",
+        "shards without model.safetensors.index.json, which says what each holds",
+        "get that file from where they came from",
+    ),
+    (
+        "consolidated*",
+        "weights in their maker's own layout",
+        "get the same model in transformers' layout: config.json and model*.safetensors",
+    ),
+    ("*.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
+    ("zero_to_fp32.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes the weights as safetensors"),
+    ("*.safetensors", "weights under another name", "rename them to model.safetensors"),
+    ("*.h5", "weights of TensorFlow", "get the same model as safetensors"),
+    ("*.msgpack", "weights of Flax", "get the same model as safetensors"),
+    ("*/config.json", "checkpoints one level deeper", "name one of them as MODEL"),
+)
+
+
+def names_in(directory: Path) -> list[str]:
+    """The names of the files in a directory and one level deeper."""
+    return sorted(
+        path.relative_to(directory).as_posix() for pattern in ("*", "*/config.json") for path in directory.glob(pattern)
+    )
+
+
+def found_among(names: Collection[str], directory: Path | None) -> Layout | None:
+    """The first known layout that files of these names have.
+
+    Args:
+        names: The names of files, with the folders that they are in.
+        directory: Where they lie, if they are on this machine.
+    """
+    for pattern, what, step in _LAYOUTS:
+        if found := [name for name in sorted(names) if fnmatch(name, pattern) and name.count("/") == pattern.count("/")]:
+            return Layout(f"{what} ({_base(directory) if pattern == _ADAPTER else _listed(found)})", step)
+    return None
+
+
+def _base(directory: Path | None) -> str:
+    """What an adapter's config says of its base model."""
+    try:
+        base = json.loads((directory / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] if directory else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    return f"{_ADAPTER}; its base model is {base}" if base else f"{_ADAPTER} names its base model"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if names[3:] else "")
