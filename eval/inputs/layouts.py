@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,24 +26,31 @@ _MERGE = (
     "merge it into its base model with PEFT, and copy the tokenizer: "
     "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 )
-_LAYOUTS: tuple[tuple[str, str, str], ...] = (
-    (_ADAPTER, "an adapter", _MERGE),
+_OTHER_FORM = "get the same model as safetensors"
+# Of a name, what the files are, and the next step; the first counts.
+_LAYOUTS = (
+    (r"adapter_config\.json", "an adapter", _MERGE),
     (
-        "model*-of-*.safetensors",
-        "shards without model.safetensors.index.json, which says what each holds",
-        "get that file from where they came from",
+        r"(model\.safetensors|pytorch_model\.bin)(\.index\.json)?",
+        "weights alone",
+        "get config.json, and what else lies beside the weights, from where they came from",
     ),
     (
-        "consolidated*",
+        r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)",
+        "shards without an index (….index.json), which says what each of them holds",
+        "get the index from where they came from",
+    ),
+    (
+        r"consolidated\..+",
         "weights in their maker's own layout",
         "get the same model in transformers' layout: config.json and model*.safetensors",
     ),
-    ("*.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
-    ("zero_to_fp32.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes the weights as safetensors"),
-    ("*.safetensors", "weights under another name", "rename them to model.safetensors"),
-    ("*.h5", "weights of TensorFlow", "get the same model as safetensors"),
-    ("*.msgpack", "weights of Flax", "get the same model as safetensors"),
-    ("*/config.json", "checkpoints one level deeper", "name one of them as MODEL"),
+    (r"[^/]+\.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
+    (r"zero_to_fp32\.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes weights"),
+    (r"[^/]+\.safetensors", "weights under another name", "rename them to model.safetensors"),
+    (r"[^/]+\.h5", "weights of TensorFlow", _OTHER_FORM),
+    (r"[^/]+\.msgpack", "weights of Flax", _OTHER_FORM),
+    (r"[^/]+/config\.json", "checkpoints one level deeper", "name one of them as MODEL"),
 )
 
 
@@ -62,8 +69,8 @@ def found_among(names: Collection[str], directory: Path | None) -> Layout | None
         directory: Where they lie, if they are on this machine.
     """
     for pattern, what, step in _LAYOUTS:
-        if found := [name for name in sorted(names) if fnmatch(name, pattern) and name.count("/") == pattern.count("/")]:
-            return Layout(f"{what} ({_base(directory) if pattern == _ADAPTER else _listed(found)})", step)
+        if found := [name for name in sorted(names) if re.fullmatch(pattern, name)]:
+            return Layout(f"{what} ({_base(directory) if found == [_ADAPTER] else _listed(found)})", step)
     return None
 
 

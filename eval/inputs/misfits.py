@@ -13,7 +13,7 @@ _KINDS = (
     (r"\.(weight_packed|weight_scale|weight_scale_inv)$", "as quantised weights are stored", _ORIGINAL),
     (r"\.(lora_[AB]|base_layer)\.", "as PEFT names a model with an adapter", "merge it first: model.merge_and_unload()"),
     (
-        r"(^|\.)(score|classifier|classification_head|qa_outputs|v_head|value_head|reward_head|regression_head)\.",
+        r"^(score|classifier|classification_head|qa_outputs|v_head|value_head|reward_head|regression_head)\.",
         "as classifiers and reward models do",
         "convert the language model that it was trained from",
     ),
@@ -57,7 +57,7 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
     if _HEAD.match(wanted) and not tied:
         return (
             "; config.json does not tie the head to the embedding (tie_word_embeddings is false)",
-            "if the model was trained so, set tie_word_embeddings to true in config.json; else its head is missing",
+            "if the model was trained so, set tie_word_embeddings to true in config.json; else get its head",
         )
     module = wanted.rsplit(".", 2)[0] + "."
     beside = [name for name in sorted(others) if name.startswith(module)]

@@ -93,12 +93,12 @@ class Source:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """The content of config.json, without an `auto_map` that is not followed (`ignores_code`).
+        """The content of config.json, without an `auto_map` that is not followed (`unused_code`).
 
         Raises:
             Refusal: As of `_stated`.
         """
-        return {key: value for key, value in self._stated.items() if key != "auto_map" or not self.ignores_code}
+        return {key: value for key, value in self._stated.items() if key != "auto_map" or not self.unused_code}
 
     @cached_property
     def _stated(self) -> dict[str, Any]:
@@ -163,9 +163,11 @@ class Source:
         return self._names_code(known=False)
 
     @property
-    def ignores_code(self) -> bool:
-        """Whether transformers' class takes the place of its own code, as it does in transformers without trust_remote_code."""
-        return not self.trust_remote_code and self._names_code(known=True)
+    def unused_code(self) -> str | None:
+        """A remark where transformers' class takes the place of its own code, as in transformers without trust_remote_code."""
+        if self.trust_remote_code or not self._names_code(known=True):
+            return None
+        return f"its own code (auto_map in config.json) is not used: transformers' class for {self.model_type} reads it"
 
     def _names_code(self, known: bool) -> bool:
         """Whether it names code of its own, for a model type that transformers knows or does not know."""
@@ -186,8 +188,7 @@ class Source:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
-        unused = f"its own code (auto_map in config.json) is not used: transformers' class for {self.model_type} reads it"
-        return (*([self.note] if self.note else []), *([unused] if self.ignores_code else []))
+        return tuple(note for note in (self.note, self.unused_code) if note)
 
     @cached_property
     def code_note(self) -> str | None:

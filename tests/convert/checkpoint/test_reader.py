@@ -98,7 +98,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     [
         ("adapter_config.json", "but an adapter (adapter_config.json names its base model)", "merge it into its base model"),
         ("consolidated.00.pth", "but weights in their maker's own layout (consolidated.00.pth)", "get the same model"),
-        ("model-00001-of-00001.safetensors", "but shards without model.safetensors.index.json", "get that file"),
+        ("model-00001-of-00001.safetensors", "but shards without an index", "get the index"),
     ],
 )
 def test_other_files_than_weights_are_named(name: str, said: str, step: str, tmp_path: Path) -> None:
