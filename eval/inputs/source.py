@@ -135,7 +135,8 @@ class Source:
     @property
     def first(self) -> str:
         """What comes before a step that changes files: a Hub id cannot be edited."""
-        return f"download it with `hf download {self.repository} --local-dir DIR`, then " if self.repository else ""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"download it with `hf download {self.repository}{revision} --local-dir DIR`, then " if self.repository else ""
 
     @contextlib.contextmanager
     def _within_reach(self) -> Iterator[None]:
@@ -222,7 +223,8 @@ class Source:
         except Refusal:
             raise
         except KeyError as error:
-            raise Refusal(f"config.json of {self.reference} lacks {error.args[0]}", hint="complete it") from None
+            said = "".join(map(str, error.args))  # without the quotes that str() puts around it
+            raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
         except Exception as error:  # transformers raises several exception types of its own
             said = f"transformers does not accept the config of {self.reference}: {one_line(error, 300)}"
             raise Refusal(said, hint="correct its config.json") from error

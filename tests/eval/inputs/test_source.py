@@ -166,8 +166,10 @@ def test_a_config_on_the_hub_has_to_be_downloaded_before_it_is_corrected(
     for values in ({"hidden_size": "wide"}, {"sliding_window": 0, "model_type": "mistral"}, {"hidden_size": 60}):
         configured(**values)
         with pytest.raises(Refusal) as caught:
-            _ = Source.parse("nobody/tiny").config
-        assert str(caught.value.hint).startswith("download it with `hf download nobody/tiny --local-dir DIR`, then correct it")
+            _ = Source.parse("nobody/tiny@v2").config
+        assert str(caught.value.hint).startswith(
+            "download it with `hf download nobody/tiny --revision v2 --local-dir DIR`, then correct"
+        )
 
 
 def test_a_config_without_code_needs_no_agreement(configured: Callable[..., Source]) -> None:
