@@ -29,6 +29,7 @@ _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
+_AS_SAVED = "kvfold reads checkpoints as transformers' save_pretrained writes them"
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
@@ -233,12 +234,9 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
                 raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
             return files, index
-    found = found_among(names_in(directory), directory)
-    raise Refusal(
-        f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either"
-        + (f", but {found.what}" if found else ""),
-        hint=found.step if found else "kvfold reads checkpoints as transformers' save_pretrained writes them",
-    )
+    what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
+    there = what and f", but {what}"
+    raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either{there}", hint=step)
 
 
 def _read_index(path: Path) -> dict[str, str]:

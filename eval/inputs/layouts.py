@@ -6,20 +6,6 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-
-class Layout(NamedTuple):
-    """What was found.
-
-    Attributes:
-        what: It, in words, with names of files.
-        step: What to do next, as a hint.
-    """
-
-    what: str
-    step: str
-
 
 _ADAPTER = "adapter_config.json"
 _MERGE = (
@@ -61,8 +47,8 @@ def names_in(directory: Path) -> list[str]:
     )
 
 
-def found_among(names: Collection[str], directory: Path | None) -> Layout | None:
-    """The first known layout that files of these names have.
+def found_among(names: Collection[str], directory: Path | None) -> tuple[str, str] | None:
+    """The first known layout that files of these names have: in words, and what to do next, as a hint; None if there is none.
 
     Args:
         names: The names of files, with the folders that they are in.
@@ -70,7 +56,7 @@ def found_among(names: Collection[str], directory: Path | None) -> Layout | None
     """
     for pattern, what, step in _LAYOUTS:
         if found := [name for name in sorted(names) if re.fullmatch(pattern, name)]:
-            return Layout(f"{what} ({_base(directory) if found == [_ADAPTER] else _listed(found)})", step)
+            return f"{what} ({_base(directory) if found == [_ADAPTER] else _listed(found)})", step
     return None
 
 
@@ -80,7 +66,7 @@ def _base(directory: Path | None) -> str:
         base = json.loads((directory / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] if directory else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         base = None
-    return f"{_ADAPTER}; its base model is {base}" if base else f"{_ADAPTER} names its base model"
+    return f"{_ADAPTER}; its base model is {str(base)[:100]}" if base else f"{_ADAPTER} names its base model"
 
 
 def _listed(names: Sequence[str]) -> str:

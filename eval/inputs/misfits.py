@@ -61,4 +61,6 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
         )
     module = wanted.rsplit(".", 2)[0] + "."
     beside = [name for name in sorted(others) if name.startswith(module)]
-    return f"; it has {', '.join(beside[:3])} in its place" if beside else "", OTHER_MODEL
+    if beside:
+        return f"; it has {', '.join(beside[:3])} in its place", "get the config.json of these weights: this is another model's"
+    return "", OTHER_MODEL

@@ -130,7 +130,8 @@ class Source:
         found = layouts.found_among(names, self.directory)
         if found is None:
             return Refusal(said, hint="is it a Hugging Face checkpoint?")
-        return Refusal(f"{said}: it holds {found.what}", hint=self.first + found.step)
+        what, step = found
+        return Refusal(f"{said}: it holds {what}", hint=self.first + step)
 
     @property
     def first(self) -> str:

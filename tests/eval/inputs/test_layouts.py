@@ -61,7 +61,7 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "nobody/base"}))
     found = found_among(names_in(tmp_path), tmp_path)
     assert found is not None
-    assert found.what == "an adapter (adapter_config.json; its base model is nobody/base)"
+    assert found[0] == "an adapter (adapter_config.json; its base model is nobody/base)"
 
 
 def test_a_repository_of_the_hub_is_named_by_its_list_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

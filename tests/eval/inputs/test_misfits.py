@@ -36,7 +36,7 @@ MISFITS: dict[str, tuple[str, list[str], bool, str, str]] = {
     "tied key": (HEAD, [], False, "does not tie the head to the embedding", "set tie_word_embeddings to true in config.json"),
     "packed projections": (
         Q, ["model.layers.0.self_attn.W_pack.weight", "other"], False,
-        "; it has model.layers.0.self_attn.W_pack.weight in its place", OTHER_MODEL,
+        "; it has model.layers.0.self_attn.W_pack.weight in its place", "get the config.json of these weights",
     ),
     "nothing": (Q, ["model.layers.1.self_attn.extra"], False, "", OTHER_MODEL),
     "a tied head": (HEAD, [], True, "", OTHER_MODEL),
