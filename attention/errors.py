@@ -1,5 +1,9 @@
 """The errors that end a command. Each has a one-line message for the user and, where one is known, the next step as a hint."""
 
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of which torch's errors are full
+
 
 class KvfoldError(Exception):
     """An error for the user: the message names the object, the values and the rule; `hint` says what to do next.
@@ -48,7 +52,7 @@ class NotPublished(KvfoldError):
 
 def one_line(error: Exception, most: int = 200) -> str:
     """What an error of others says, in one line of at most so many characters."""
-    return " ".join(str(error).split())[:most]
+    return " ".join(_COLOURS.sub("", str(error)).split())[:most]
 
 
 def _visible(text: str) -> str:

@@ -197,9 +197,10 @@ class Attention:
             return self
         assert self.k_norm is None or not self.k_norm.after_rotary, "a norm behind RoPE"
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
-        one = torch.eye(2 * groups * dim, device=self.k.device).unflatten(0, (2 * groups, dim))
+        device, dtype = self.k.device, torch.promote_types(self.k.dtype, torch.float32)
+        one = torch.eye(2 * groups * dim, device=device, dtype=dtype).unflatten(0, (2 * groups, dim))
         return Attention(
-            q=torch.eye(dim, device=self.q.device).expand(heads, -1, -1),
+            q=torch.eye(dim, device=device, dtype=dtype).expand(heads, -1, -1),
             k=one[:groups],
             v=one[groups:],
             o=self.o,

@@ -245,11 +245,12 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
         Refusal: The model cannot be read.
     """
     from convert.hosts.engines import engine_of
-    from convert.planning.base import require_stored
+    from convert.planning.base import readable, require_stored
     from convert.planning.describe import capacity
     from eval.machine.capacity import GPUS
 
     source, gpus = Source.parse(str(model), given["trust_remote_code"]), given["gpus"] or GPUS
+    readable(source)  # first: its refusals say more than those of `source`
     for name, gigabytes in gpus.items():
         if not 1e-6 <= gigabytes <= 1e9:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")

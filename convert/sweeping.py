@@ -26,7 +26,7 @@ from convert.methods.text import Method, TextUse
 from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.output.life import explained
 from convert.output.lock import exclusive
-from convert.planning.base import Plan, readable
+from convert.planning.base import Plan, convertible
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.describe import plans_text
 from convert.planning.grouped import plan_grouped
@@ -249,7 +249,7 @@ class _Candidate(NamedTuple):
 
 
 def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
-    heads = readable(source).spec(source.config).num_kv_heads
+    heads = convertible(source).spec(source.config).num_kv_heads
     everything = wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
     latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents

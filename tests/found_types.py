@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tiny import VOCABULARY
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from convert.families.reading import FOUND
+from convert.families import reading
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -20,6 +20,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "num_key_value_heads": 8,
 }  # fmt: skip
+FOUND = [name for name in reading.FOUND if name in CONFIG_MAPPING]  # some came after the oldest transformers
 LATENTS = ("axk1", "glm4_moe_lite", "youtu")
 UNSHARED = ("gpt-sw3", "modernbert-decoder")  # their classes ignore the number of KV heads
 SHARING = [name for name in FOUND if name not in (*LATENTS, *UNSHARED)]

@@ -8,8 +8,7 @@ from typing import Any
 from attention.errors import Failure
 from convert.checkpoint.loading import ClassTensors, empty_model
 from convert.checkpoint.reader import TensorInfo
-
-_HINT = "config.json and the weights are not of the same model"
+from eval.inputs.misfits import OTHER_MODEL, instead_of, of_a_kind
 
 
 def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, trust_remote_code: bool = False) -> None:
@@ -28,15 +27,19 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, tr
     tensors, kind = ClassTensors(model, infos), type(model).__name__
     if tensors.missing:
         others = f" and {len(tensors.missing) - 1} others" if tensors.missing[1:] else ""
-        raise Failure(f"{what} lacks {tensors.missing[0]}{others}, which {kind} with this config has", hint=_HINT)
+        tied = bool(getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False))
+        said, step = instead_of(tensors.missing[0], tensors.unexpected, tied)
+        raise Failure(f"{what} lacks {tensors.missing[0]}{others}, which {kind} with this config has{said}", hint=step)
     if tensors.unexpected:
         others = f" and {len(tensors.unexpected) - 1} others" if tensors.unexpected[1:] else ""
-        raise Failure(f"{what} has tensor {tensors.unexpected[0]}{others}, which {kind} with this config has not", hint=_HINT)
+        name, whose, step = of_a_kind(tensors.unexpected) or (tensors.unexpected[0], "", OTHER_MODEL)
+        known = f"which {kind} with this config has not"
+        raise Failure(f"{what} has tensor {name}{others}, {f'{whose}, ' if whose else ''}{known}", hint=step)
     for wrong in tensors.mismatched:
         found = list(wrong.found) if wrong.found is not None else "of shapes that do not fit together"
         raise Failure(
             f"config.json and the weights disagree: {wrong.names[0]} is {found}, by the config it is {list(wrong.wanted)}",
-            hint=_HINT,
+            hint=OTHER_MODEL,
         )
     floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name in tensors.names:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from attention.errors import Failure
+from attention.errors import Failure, Refusal
+from eval.inputs.layouts import found_among, names_in
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,6 +29,7 @@ _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
+_AS_SAVED = "kvfold reads checkpoints as transformers' save_pretrained writes them"
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
@@ -68,6 +70,7 @@ class Reader:
         aliases: Tensors of a `.bin` that repeat an earlier one, mapped to the name of that one.
 
     Raises:
+        Refusal: There are no weights; with what there is.
         Failure: A shard is missing or damaged, or does not match the index.
     """
 
@@ -231,10 +234,9 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
                 raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
             return files, index
-    raise Failure(
-        f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either",
-        hint="kvfold reads checkpoints as transformers' save_pretrained writes them",
-    )
+    what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
+    there = what and f", but {what}"
+    raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either{there}", hint=step)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -17,11 +17,10 @@ from attention.errors import Failure
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.families.names import Place
 from convert.planning.base import Plan
+from eval.inputs.misfits import OTHER_MODEL, instead_of
 
 if TYPE_CHECKING:
     from convert.families import Family
-
-_OTHER_MODEL = "config.json and the weights are not of the same model"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     _check_attention(plan, reader)
     layers = range(0 if plan.target.copies else plan.before.num_layers)
     layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}
-    tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    tied = _ties(config)
     tied_head = _repeated_head(plan.family, reader) if tied else {}
     units: list[Unit] = []
     handled: set[int | tuple[str, ...]] = set()
@@ -140,6 +139,10 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     return Manifest(tuple(units), {name: why for name, why in sorted(dropped.items()) if name not in written})
 
 
+def _ties(config: Any) -> bool:
+    return bool(getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False))
+
+
 def _check_attention(plan: Plan, reader: Reader) -> None:
     """Compare the attention of every layer with the config.
 
@@ -152,7 +155,8 @@ def _check_attention(plan: Plan, reader: Reader) -> None:
         where, expected = f"layer {layer} of {plan.source.reference}", plan.family.shapes(plan.source.config, layer)
         for name, shape in expected.items():
             if name not in reader.infos:
-                raise Failure(f"{where} lacks tensor {name}", hint=_OTHER_MODEL)
+                said, step = instead_of(name, reader.infos.keys() - expected.keys(), _ties(plan.source.config))
+                raise Failure(f"{where} lacks tensor {name}{said}", hint=step)
             found = reader.infos[name].shape
             if found != shape:
                 raise Failure(
@@ -231,7 +235,7 @@ def _other_unit(family: Family, layout: Family, name: str, reader: Reader, store
     """The unit of all tensors that share roles with a tensor, in the source or in the result."""
     sources, places = _connected(family, layout, name)
     if missing := [place.name for place in sources if place.name not in reader.infos]:
-        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {name} needs", hint=_OTHER_MODEL)
+        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {name} needs", hint=OTHER_MODEL)
     shapes: dict[str, tuple[int, ...]] = {}
     for source in sources:
         shapes |= source.shapes(reader.infos[source.name].shape)

@@ -55,7 +55,7 @@ class NormalisedLatent(Family):
 
     def unreadable(self, config: Any) -> str | None:
         if not type(config).__module__.startswith("transformers.models."):
-            return "it brings code of its own, and kvfold reads transformers' class: remove auto_map from config.json"
+            return "it brings code of its own, and kvfold reads transformers' class: leave out --trust-remote-code"
         parameters = config.rope_parameters
         if parameters.get("mscale_all_dim") and not parameters.get("factor") and parameters.get("rope_type") != "default":
             return f"its RoPE scales logits (mscale_all_dim {parameters['mscale_all_dim']}) by a factor that it lacks"

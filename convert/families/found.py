@@ -173,6 +173,10 @@ def _found_or_refused(config: Any) -> Family | Refusal:
 
 
 def _found(config: Any) -> Family:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unread("transformers has no causal LM of it")
     try:
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()

@@ -175,6 +175,7 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
         starts: Positions at which the texts begin; without any, the first and the last possible one.
     """
     state = {name: tensor.double() for name, tensor in twin.model.state_dict().items() if tensor.is_floating_point()}
+    clip = family.traits(twin.config).clip
     for start in dict.fromkeys(starts or (0, twin.farthest)):
         calls = twin.calls(start)
         for layer, stands_for in enumerate(twin.layers):
@@ -183,6 +184,8 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
                 if name not in state and name not in calls:
                     return f"layer {stands_for} of its class has no {name}"
             ours = family.split({name: state[name] for name in wanted}, twin.config, layer)
+            if clip is not None and isinstance(ours, Attention):
+                ours = ours.on_projected_inputs(clip)
             read, gave = calls[module].read.double(), calls[output].gave.double()
             if not near(computed(ours, read, start), gave, EQUAL + start * _ANGLE):
                 return f"layer {stands_for} computes something else than its config says, at positions from {start} on"

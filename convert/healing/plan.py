@@ -17,7 +17,7 @@ from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import held_parameters
 from convert.output.destination import Output, check_output, partial_path, read_provenance
-from convert.planning.base import location_of, readable
+from convert.planning.base import convertible, location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
@@ -245,7 +245,7 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     options = _with_rank(options)
-    readable(converted)
+    convertible(converted)
     source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
     source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
@@ -279,7 +279,7 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     Raises:
         Refusal: The models do not take such a context, or a tensor cannot be written back.
     """
-    family = readable(converted)
+    family = convertible(converted)
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
     tokens = options.tokens or _tokens_of(options.effort, converted)
     batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)

@@ -245,7 +245,7 @@ class _Healing(Task):
             shutil.copyfile(index, work.path / index.name)
         shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
         ours = provides(plan.converted.model_type)
-        copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
+        copy_companions(work.path, plan.converted.files, not ours)
         if ours:
             copy_code(work.path, CODE)
             if not names_ours(plan.converted.raw):

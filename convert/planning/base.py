@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
+from convert.families import OLD_NAMES
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
 from convert.methods.text import Method, TextUse
@@ -89,7 +90,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user: the target's, then the remarks, then the source's."""
-        return (*self.target.notes, *self.remarks, *([self.source.note] if self.source.note else []))
+        return (*self.target.notes, *self.remarks, *self.source.notes)
 
     def choosing(self, target: LatentTarget) -> Plan:
         """The same plan with `target`, one of its target's splits."""
@@ -168,22 +169,14 @@ def _with_unit(size: int) -> str:
     return f"{size // unit}{name}"
 
 
-# By quant_method: the class of transformers by which a model is loaded dequantised.
-_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
-
-
 def readable(source: Source) -> Family:
-    """The family of a source, if kvfold can convert it.
+    """The family of a source, by its config; it may be quantised.
 
     Raises:
-        Refusal: It needs its own code, is quantised, or belongs to no known family.
+        Refusal: It needs its own code, is no decoder alone, or belongs to no known family.
     """
-    source.refuse_remote_code()
+    _refuse_foreign(source)
     family = family_for(source.config).for_config(source.config)
-    if source.raw.get("quantization_config"):
-        quantisation = source.raw["quantization_config"]
-        kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
-        raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(str(kind)))
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
@@ -195,13 +188,64 @@ def readable(source: Source) -> Family:
     return family
 
 
+def convertible(source: Source) -> Family:
+    """The family of a source whose weights can be read, too.
+
+    Raises:
+        Refusal: As of `readable`; or it is quantised.
+    """
+    family = readable(source)
+    if kind := quantisation(source):
+        raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(kind))
+    return family
+
+
+def _refuse_foreign(source: Source) -> None:
+    """Refuse what transformers has no class for, and a decoder that needs an encoder."""
+    name = source.model_type
+    if old := OLD_NAMES.get(name):
+        raise Refusal(
+            f"{source.reference} is of model type {name!r}, as {old[0]} was called before transformers had a class for it",
+            hint=source.first + old[1],
+        )
+    if source.needs_code:  # which is not run to find this out
+        raise Refusal(
+            f"model type {name!r} cannot be read: its class is code of its own (auto_map in config.json), and kvfold reads "
+            "classes of transformers",
+            hint="`convert families` lists what can be read; `convert eval --trust-remote-code` runs that code to measure it",
+        )
+    if getattr(source.config, "is_encoder_decoder", False):
+        raise Refusal(
+            f"{source.reference} is an encoder–decoder (model type {name!r}): its decoder attends to an encoder's states, too",
+            hint="choose a decoder-only model; `convert families` lists the model types that can be read",
+        )
+
+
+# By quant_method: the class of transformers by which a model is loaded dequantised.
+_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+
+
+def quantisation(source: Source) -> str | None:
+    """By what a source is quantised, as its config says; None if it is not."""
+    stated = source.raw.get("quantization_config") or source.raw.get("quantization")
+    if not isinstance(stated, dict):
+        return str(stated) if stated else None
+    return str(stated.get("quant_method") or ("MLX" if "group_size" in stated else "unknown method"))
+
+
 def _dequantised_by(kind: str) -> str:
-    """The next step for a quantised checkpoint: the line of Python that dequantises it, where transformers can."""
-    original, config = "convert the original checkpoint, then quantise", _DEQUANTISE.get(kind)
-    if config is None:
+    """The next step for a quantised checkpoint: how it is dequantised, where that is possible."""
+    original = "convert the original checkpoint, then quantise"
+    if kind == "MLX":
+        return f"{original}; or dequantise it: `mlx_lm.convert --hf-path MODEL --mlx-path DIR --dequantize`"
+    load, save = "AutoModelForCausalLM.from_pretrained(MODEL", ".save_pretrained(DIR, save_original_format=False)"
+    if config := _DEQUANTISE.get(kind):
+        load = f'{load}, dtype="bfloat16", quantization_config={config}(dequantize=True))'
+    elif kind == "bitsandbytes":
+        load = f"{load}).dequantize()"
+    else:
         return original
-    load = f'AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16", quantization_config={config}(dequantize=True))'
-    return f"{original}; or dequantise it, and copy its tokenizer: {load}.save_pretrained(DIR, save_original_format=False)"
+    return f"{original}; or dequantise it, and copy its tokenizer: {load}{save}"
 
 
 def _refuse_stray_heads(source: Source, family: Family) -> None:

@@ -16,7 +16,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
-from convert.planning.base import Plan, host_of, readable
+from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from eval.machine.forecast import duration
 from eval.terminal.tables import bytes_text, table
@@ -62,8 +62,17 @@ def inspection(source: Source) -> Facts:
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
         "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
         "output_classes": {kind: _host(source, family, spec, kind) for kind in HOSTS},
+        **_noted(source),
     }
     return Facts(facts, _inspection_text(facts))
+
+
+def _noted(source: Source) -> dict[str, Any]:
+    """What a conversion will say that reads more than the config."""
+    notes = list(source.notes)
+    if kind := quantisation(source):
+        notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
+    return {"notes": notes} if notes else {}
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
@@ -163,6 +172,7 @@ def capacity(
         "gpu_share": share,
         "targets": rows,
         "mla": None if host else f"none: {reason}",
+        **_noted(source),
     }
     return Facts(facts, _capacity_text(facts))
 
@@ -213,6 +223,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
+        + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
         + (", at most the positions that the model is made for." if limit else ".")

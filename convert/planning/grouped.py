@@ -13,7 +13,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output, check_output
-from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes, unfit
+from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes, unfit
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
@@ -61,7 +61,7 @@ def plan_grouped(
         Refusal: The conversion is not possible; with the reason and the next step.
     """
     require_device(device)
-    family = readable(source)
+    family = convertible(source)
     require_proved(family, source.config)
     before = family.spec(source.config)
     spec = before.grouped(groups)

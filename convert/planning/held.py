@@ -13,13 +13,20 @@ if TYPE_CHECKING:
     from convert.families import Family
     from convert.families.twin import Twin
     from convert.hosts.base import Host
+    from convert.methods.latent import LatentMethod
     from eval.inputs.source import Source
 
 _ALIKE = 1e-4  # of the largest logit
 
 
-def require_held(host: Host, family: Family, source: Source) -> None:
+def require_held(host: Host, family: Family, source: Source, method: LatentMethod) -> None:
     """Refuse a found type that kvfold's class does not hold. Rows of types were tested.
+
+    Args:
+        host: The output class.
+        family: Of the source.
+        source: The checkpoint to convert; only its config is read.
+        method: Any: at full size each is exact.
 
     Raises:
         Refusal: The twin's logits change, or it does not run.
@@ -32,7 +39,7 @@ def require_held(host: Host, family: Family, source: Source) -> None:
     try:
         twin = Twin(source.config)
         before = twin.logits(text())
-        after = _full_size(host, family, twin)(text(), use_cache=False).logits
+        after = _full_size(host, family, twin, method)(text(), use_cache=False).logits
     except Exception as error:  # classes raise errors of many kinds
         said = f"a small model of {source.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
         raise Refusal(said, hint=hint) from None
@@ -40,11 +47,10 @@ def require_held(host: Host, family: Family, source: Source) -> None:
         raise Refusal(f"{host.name}'s class does not compute what {source.config.model_type} does, on a small model", hint=hint)
 
 
-def _full_size(host: Host, family: Family, twin: Twin) -> Any:
-    """The twin as MLA of full size, by `svd`, in the host's class."""
+def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod) -> Any:
+    """The twin as MLA of full size in the host's class."""
     from attention.models.configuration_kvfold import KvfoldConfig
     from attention.models.modeling_kvfold import KvfoldForCausalLM
-    from convert.methods import load_latent
     from convert.methods.latent import Allocation
     from convert.methods.statistics import Statistics
 
@@ -63,7 +69,7 @@ def _full_size(host: Host, family: Family, twin: Twin) -> Any:
             record = record.on_projected_inputs(family.traits(config).clip)
             assert record.projections is not None
             statistics = statistics.behind(record.projections)
-        tensors |= layout.join(load_latent("svd").factor(record, allocation, statistics), target, layer)
+        tensors |= layout.join(method.factor(record, allocation, statistics), target, layer)
     tensors |= {kept: tensor for name, tensor in state.items() if (kept := layout.beside(name)) is not None}
     chosen = rotary.select(pairs, "half") if rotary else None
     model = KvfoldForCausalLM(KvfoldConfig(**host.config(config.to_dict(), config, target, chosen))).float().eval()

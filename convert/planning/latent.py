@@ -12,7 +12,7 @@ from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output
-from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes
+from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes
 from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.held import require_held
@@ -58,7 +58,7 @@ def plan_latent(
     from convert.output.destination import check_output
 
     require_device(device)
-    family = readable(source)
+    family = convertible(source)
     require_proved(family, source.config)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(
@@ -67,7 +67,7 @@ def plan_latent(
     dtype, engine = stored_dtype(source, output), engine_of(output.engine)
     # Whether any latent fits the source comes first: it is what most users have to know.
     bounds = LatentBounds(source, family, _host(source, family, size, engine))
-    require_held(bounds.host, family, source)
+    require_held(bounds.host, family, source, method)
     size = _for_engine(size, engine, bounds)
     sizing = Sizing(bounds, method, engine, dtype)
     targets = sizing.targets(size)

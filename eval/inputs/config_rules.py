@@ -138,6 +138,15 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
+# Keys of code from before transformers had a class, and what the class calls them: it would take its default for these.
+_OLD_NAMES = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "n_head_kv": "num_kv_heads"}
+
+# Types of scaling that other code knows, and what transformers has for them.
+_FOREIGN_ROPE = {
+    "mrope": "on text alone, it is default: set it to that if the weights are of a model for text",
+    "ntk": "a fixed factor is a larger rope_theta without scaling: rope_theta · factor^(d / (d − 2)) for d rotary dims",
+}
+
 # Classes make lists of so many entries, in whatever part of the config these keys are.
 _MOST: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"), _MAX_LAYERS),
@@ -168,6 +177,9 @@ def check_raw(raw: Mapping[str, Any], where: str) -> None:
         for name in ("rope_parameters", "rope_scaling"):
             for inner, parameters in _rope_sets(values.get(name), path + name):
                 _check(parameters, ROPE_RULES, where, f"{inner}.")
+                # Its class renames it, but not before it looks for what longrope needs.
+                if parameters.get("type") == "su" and "original_max_position_embeddings" not in parameters:
+                    _refuse(where, f"{inner}.type", "su", "longrope, as it is called now")
 
 
 def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
@@ -183,6 +195,13 @@ def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
             raise Refusal(
                 f"{where} has a key {key!r}, which is not a setting: {config_class.__name__} of transformers uses it itself",
                 hint="take it out",
+            )
+    fields = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    for old, new in _OLD_NAMES.items():
+        if old in raw and raw.get(new) is None and new in fields and old not in fields:
+            raise Refusal(
+                f"{where} says {old}, which {config_class.__name__} of transformers calls {new} and would not read",
+                hint=f"rename it to {new} in config.json",
             )
 
 
@@ -303,7 +322,15 @@ def _check_activation(text: Any, where: str) -> None:
 
 def _check_rope(parameters: Mapping[str, Any], where: str, path: str) -> None:
     """Check the parameters that a type of scaling needs, and those that have to fit each other."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     kind = str(parameters.get("rope_type"))
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if "rope_type" in parameters and kind not in known:
+        raise Refusal(
+            f"{where}: {path}.rope_type is {_REPR.repr(kind)}; it must be one of transformers' ({', '.join(known)})",
+            hint=_FOREIGN_ROPE.get(kind, "correct it in config.json"),
+        )
     if "rope_type" in parameters and parameters.get("rope_theta", 1) is None:
         _refuse(where, f"{path}.rope_theta", None, ROPE_RULES["rope_theta"].says)
     for key in _REQUIRED.get(kind, ()):

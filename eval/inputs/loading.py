@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.errors import Failure, Refusal, one_line
+from eval.inputs.misfits import instead_of
 from eval.inputs.source import FLOATS, Source
 from eval.inputs.text import Text, Tokens, reach, tokenize
 
@@ -38,15 +40,19 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
             )
         except Failure:
             raise
+        except pickle.UnpicklingError as error:  # torch says how to run the code in it
+            said = f"{source.reference} is pickled with more than weights, which torch does not load"
+            raise Failure(said, hint="have who made it save it with save_pretrained, as safetensors") from error
         except Exception as error:  # safetensors, torch, transformers and the file system raise different classes
             said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
             raise Failure(said, hint="is it whole? -v shows more") from error
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
             # transformers fills such weights with random numbers and continues, so figures would be wrong.
+            said, step = instead_of(bad[0], list(map(str, info["unexpected_keys"])), source.ties)
             raise Failure(
-                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
-                hint="config.json and the weights are not of the same model",
+                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …{said}",
+                hint=step,
             )
         _require_floats(source, model)
         if info["unexpected_keys"]:

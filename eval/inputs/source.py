@@ -6,7 +6,7 @@ import contextlib
 import json
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any
 
 from attention import models
 from attention.errors import Failure, Refusal, one_line
-from eval.inputs import config_rules
+from eval.inputs import config_rules, layouts
 from eval.inputs.unpacked import unpacked
 
 _DEFAULT_CONTEXT = 2048
@@ -44,7 +44,7 @@ class Source:
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
         label: Its name in tables; None for the last part of the path or id.
         file: The GGUF file that the directory was made from, or None.
-        note: What to know of it, for plans and cards; "" if nothing.
+        note: What to know of a GGUF file's directory; "" if nothing.
     """
 
     reference: str
@@ -93,7 +93,16 @@ class Source:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """The content of config.json.
+        """The content of config.json, without an `auto_map` that is not followed (`unused_code`).
+
+        Raises:
+            Refusal: As of `_stated`.
+        """
+        return {key: value for key, value in self._stated.items() if key != "auto_map" or not self.unused_code}
+
+    @cached_property
+    def _stated(self) -> dict[str, Any]:
+        """What config.json says.
 
         Raises:
             Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`.
@@ -103,19 +112,46 @@ class Source:
             size = path.stat().st_size
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number) if size <= _LARGEST_CONFIG else None
         except FileNotFoundError:
-            raise Refusal(f"{self.reference} has no config.json", hint="is it a Hugging Face checkpoint?") from None
+            raise self._no_checkpoint() from None
         except (ValueError, OSError, RecursionError) as error:
             raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
         if size > _LARGEST_CONFIG:
             raise Refusal(f"{path} has {size:,} bytes; a config has at most {_LARGEST_CONFIG:,}", hint="is it another file?")
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
             raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
-        config_rules.check_raw(raw, self._where)
+        with self._within_reach():
+            config_rules.check_raw(raw, self._where)
         return raw
+
+    def _no_checkpoint(self) -> Refusal:
+        """Why something without a config.json is no checkpoint."""
+        said = f"{self.reference} has no config.json"
+        names = layouts.names_in(self.directory) if self.directory else self._listed(self.revision) or []
+        found = layouts.found_among(names, self.directory)
+        if found is None:
+            return Refusal(said, hint="is it a Hugging Face checkpoint?")
+        what, step = found
+        return Refusal(f"{said}: it holds {what}", hint=self.first + step)
+
+    @property
+    def first(self) -> str:
+        """What comes before a step that changes files: a Hub id cannot be edited."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"download it with `hf download {self.repository}{revision} --local-dir DIR`, then " if self.repository else ""
+
+    @contextlib.contextmanager
+    def _within_reach(self) -> Iterator[None]:
+        """Let the hint of a `Refusal` begin with `first`, unless it is a question."""
+        try:
+            yield
+        except Refusal as refusal:
+            if refusal.hint and not refusal.hint.endswith("?"):
+                refusal.hint = self.first + refusal.hint
+            raise
 
     @property
     def model_type(self) -> str:
-        return str(self.raw["model_type"])
+        return str(self._stated["model_type"])
 
     @property
     def inner_model_type(self) -> str | None:
@@ -123,16 +159,38 @@ class Source:
         inner = self.raw.get("text_config")
         return str(inner["model_type"]) if isinstance(inner, dict) and "model_type" in inner else None
 
+    @property
+    def needs_code(self) -> bool:
+        """Whether it names code of its own (`auto_map`), and no other class reads it."""
+        return self._names_code(known=False)
+
+    @property
+    def unused_code(self) -> str | None:
+        """A remark where transformers' class takes the place of its own code, as in transformers without trust_remote_code."""
+        if self.trust_remote_code or not self._names_code(known=True):
+            return None
+        return f"its own code (auto_map in config.json) is not used: transformers' class for {self.model_type} reads it"
+
+    def _names_code(self, known: bool) -> bool:
+        """Whether it names code of its own, for a model type that transformers knows or does not know."""
+        if not self._stated.get("auto_map") or models.provides(self.model_type):
+            return False
+        from transformers import CONFIG_MAPPING
+
+        return known == (self.model_type in CONFIG_MAPPING)
+
     def refuse_remote_code(self) -> None:
         """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
-        if self.raw.get("auto_map") and not self.trust_remote_code and not models.provides(self.model_type):
-            from transformers import CONFIG_MAPPING
-
-            without = f"; or remove auto_map: transformers has a class for {self.model_type}"
+        if self.needs_code and not self.trust_remote_code:
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
-                hint="read that code, then give --trust-remote-code" + (without if self.model_type in CONFIG_MAPPING else ""),
+                hint="read that code, then give --trust-remote-code",
             )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of it, for plans and cards."""
+        return tuple(note for note in (self.note, self.unused_code) if note)
 
     @cached_property
     def code_note(self) -> str | None:
@@ -147,14 +205,15 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
-        config = self._built_config()
-        config_rules.check_config(config, self._where)
+        self.refuse_remote_code()
+        with self._within_reach():
+            config = self._built_config()
+            config_rules.check_config(config, self._where)
         return config
 
     def _built_config(self) -> Any:
         from transformers import AutoConfig
 
-        self.refuse_remote_code()
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
@@ -165,7 +224,8 @@ class Source:
         except Refusal:
             raise
         except KeyError as error:
-            raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
+            said = "".join(map(str, error.args))  # without the quotes that str() puts around it
+            raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
         except Exception as error:  # transformers raises several exception types of its own
             said = f"transformers does not accept the config of {self.reference}: {one_line(error, 300)}"
             raise Refusal(said, hint="correct its config.json") from error
@@ -235,6 +295,11 @@ class Source:
         return self.config.get_text_config(decoder=True)
 
     @property
+    def ties(self) -> bool:
+        """Whether its head is its embedding."""
+        return bool(getattr(self.decoder, "tie_word_embeddings", False))
+
+    @property
     def vocabulary(self) -> int:
         """The number of token ids that the model knows."""
         return int(self.decoder.vocab_size)
@@ -267,13 +332,18 @@ class Source:
         return self._download(["config.json", *code], self.revision) / "config.json"
 
     def _has_safetensors(self) -> bool:
+        if (files := self._listed(self.commit)) is None:
+            return True
+        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
+
+    def _listed(self, revision: str | None) -> list[str] | None:
+        """The files of a Hub repository; None offline or after a network error: what is in the local cache is used."""
         from huggingface_hub import HfApi
 
         try:
-            files = HfApi().list_repo_files(str(self.repository), revision=self.commit)
-        except Exception:  # offline or a network error: use what is in the local cache
-            return True
-        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
+            return list(HfApi().list_repo_files(str(self.repository), revision=revision))
+        except Exception:
+            return None
 
     def _download(self, patterns: list[str], revision: str | None) -> Path:
         from huggingface_hub import snapshot_download

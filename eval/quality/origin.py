@@ -27,7 +27,7 @@ def identity(source: Source) -> dict[str, Any]:
         "calibration_hash": made.get("calibration_hash"),
         "calibration_context": calibration.get("max_context") or calibration.get("context"),
         "healing": _healing(source, made),
-        "code": source.code_note,
+        "code": source.code_note or source.unused_code,
     }
 
 

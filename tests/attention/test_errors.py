@@ -17,4 +17,5 @@ def test_nothing_in_an_error_reaches_a_terminal_raw(kind: type[KvfoldError]) -> 
 
 def test_an_error_of_others_becomes_one_short_line() -> None:
     assert one_line(ValueError("a  tensor\n\tis\nlost")) == "a tensor is lost"
+    assert one_line(ValueError("\x1b[1mthis file\x1b[0m is damaged")) == "this file is damaged"
     assert one_line(ValueError("long " * 100), 7) == "long lo"

@@ -56,6 +56,17 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
     "a tensor that no class knows": (
         lambda t: t.update({"model.extra": torch.ones(3)}), {}, "has tensor model.extra, which LlamaForCausalLM with this",
     ),
+    "a classifier": (
+        lambda t: t.update({"score.weight": t.pop("lm_head.weight")[:1].clone()}), {},
+        "lacks lm_head.weight, which LlamaForCausalLM with this config has; it has score.weight, as classifiers",
+    ),
+    "a classifier with a head": (
+        lambda t: t.update({"score.weight": torch.ones(1, 64)}), {},
+        "has tensor score.weight, as classifiers and reward models do, which LlamaForCausalLM with this config has not",
+    ),
+    "a tied head that the config does not tie": (
+        lambda t: t.pop("lm_head.weight"), {}, "config.json does not tie the head to the embedding",
+    ),
     "an MLP of integers": (
         lambda t: t.update({MLP: torch.ones(32, 64, dtype=torch.int8)}), {}, f"{MLP} holds int8, which means nothing",
     ),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from written import ok, weights
 
-from attention.errors import Failure
+from attention.errors import Failure, Refusal
 from convert.checkpoint.reader import Reader, TensorInfo
 
 TENSORS = {
@@ -89,8 +89,25 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match=r"holds neither model\.safetensors nor pytorch_model\.bin"):
+    with pytest.raises(Refusal, match=r"holds neither model\.safetensors nor pytorch_model\.bin, nor an index of either$"):
         Reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "step"),
+    [
+        ("adapter_config.json", "but an adapter (adapter_config.json names its base model)", "merge it into its base model"),
+        ("consolidated.00.pth", "but weights in their maker's own layout (consolidated.00.pth)", "get the same model"),
+        ("model-00001-of-00001.safetensors", "but shards without an index", "get the index"),
+    ],
+)
+def test_other_files_than_weights_are_named(name: str, said: str, step: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(Refusal) as caught:
+        Reader(tmp_path)
+    assert said in str(caught.value)
+    assert step in str(caught.value.hint)
 
 
 def test_a_weights_only_pickle_is_read_and_shared_tensors_once(tmp_path: Path) -> None:

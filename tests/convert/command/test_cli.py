@@ -209,11 +209,11 @@ def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model type 'bert' is not supported"),
-        ({"model_type": "t5"}, "model type 't5' is not supported"),
+        ({"model_type": "bert"}, "model type 'bert' cannot be read"),
+        ({"model_type": "t5"}, "is an encoder–decoder (model type 't5')"),
+        ({"model_type": "Yi", "auto_map": {"AutoConfig": "evil.Config"}}, "is of model type 'Yi', as llama was called"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "makes keys of 8 heads, and its class repeats those of 4"),
-        ({"auto_map": {"AutoConfig": "evil.Config"}}, "wants to run code of its own"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "its class is code of its own"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
         ({"hidden_size": 60}, "transformers does not accept the config"),

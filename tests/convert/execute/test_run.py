@@ -626,9 +626,11 @@ def test_a_class_that_comes_with_the_checkpoint_is_converted(checkpoint: Make, c
     (source / "modeling_own.py").write_text("from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM): pass\n")
     edit(source, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
     command = ["gqa", source, tmp_path / "out", "--groups", 2]
-    left_nothing(convert(*command), 2, "wants to run code of its own", tmp_path / "out")
     ok(convert(*command, "--trust-remote-code"))
     assert (tmp_path / "out" / "modeling_own.py").read_bytes() == (source / "modeling_own.py").read_bytes()
+    assert "is not used: transformers' class for llama" in ok(convert(*command, "--overwrite")).stdout
+    assert not (tmp_path / "out" / "modeling_own.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_a_config_without_a_causal_lm_fails(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

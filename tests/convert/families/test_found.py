@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from found_types import SHARING, SIZES, small
+from found_types import FOUND, SHARING, SIZES, small
 from PIL import Image
 from tiny import VOCABULARY, random_model, save_tokenizer
 from torch import nn
@@ -25,7 +25,6 @@ from written import Convert, ok, weights
 from attention.errors import Refusal
 from convert.families import FAMILIES, reading
 from convert.families.found import Found, find
-from convert.families.reading import FOUND
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import edit
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -15,7 +16,7 @@ from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, host_of, readable, text_notes
+from convert.planning.base import Plan, convertible, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
@@ -24,6 +25,7 @@ from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
+OWN = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
 
 
@@ -82,20 +84,57 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=FineGrainedFP8Config(dequantize=True)"),
-        ({"model_type": "bert"}, "model type 'bert' is not supported"),
-        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
+        ({"model_type": "bert"}, "model type 'bert' cannot be read: its first layer has no attention of four projections"),
+        ({"model_type": "baichuan", "auto_map": OWN}, "model type 'baichuan' cannot be read: its class is code of its own"),
+        ({"model_type": "RefinedWeb", "auto_map": OWN}, "of model type 'RefinedWeb', as falcon was called before"),
+        ({"model_type": "RefinedWeb"}, "rename n_head to num_attention_heads"),
+        ({"model_type": "RefinedWebModel"}, "set model_type to falcon, rename n_head"),
+        ({"model_type": "stablelm_epoch"}, "rename rope_pct to partial_rotary_factor"),
+        ({"model_type": "phi-msft"}, "its tensors have other names too"),
+        ({"model_type": "Yi"}, "as llama was called before transformers had a class for it"),
+        ({"model_type": "t5"}, "is an encoder–decoder (model type 't5'): its decoder attends to an encoder's states, too"),
+        ({"model_type": "bart"}, "is an encoder–decoder (model type 'bart')"),
+        ({"model_type": "mllama", "text_config": {}}, "model type 'mllama' cannot be read: layer 3 has no attention like"),
     ],
 )
-def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str, source: Sources) -> None:
+@pytest.mark.parametrize("trusting", [False, True])
+def test_what_cannot_be_read_is_refused(changes: dict[str, Any], trusting: bool, message: str, source: Sources) -> None:
     path = source().directory
     assert path is not None
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(Refusal) as caught:
-        readable(Source.parse(str(path)))
+        readable(Source.parse(str(path), trusting))
     assert message in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=FineGrainedFP8Config(dequantize=True)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "from_pretrained(MODEL).dequantize().save_pretrained(DIR"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "is quantised (MLX)"),
+        ({"quantization_config": {"group_size": 64, "bits": 4}}, "mlx_lm.convert --hf-path MODEL --mlx-path DIR --dequantize"),
+    ],
+)
+def test_what_is_quantised_can_be_read_but_not_converted(changes: dict[str, Any], message: str, source: Sources) -> None:
+    made = source()
+    edit(Path(made.reference), **changes)
+    assert readable(made) is FAMILIES["llama"]
+    with pytest.raises(Refusal) as caught:
+        convertible(made)
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+def test_what_is_on_the_hub_is_downloaded_before_it_is_renamed(source: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    path = edit(Path(source().reference), model_type="stablelm_epoch")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(path))
+    with pytest.raises(Refusal) as caught:
+        readable(Source.parse("nobody/tiny"))
+    assert str(caught.value.hint).startswith("download it with `hf download nobody/tiny --local-dir DIR`, then in config.json")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "deepseek_v3"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from latents import SMALL, WAYS, method_options
 from safetensors import safe_open
-from written import ok
+from written import edit, ok
 
 from attention.errors import Refusal
 from convert import plan
@@ -54,6 +54,17 @@ def test_a_source_with_kv_heads_is_inspected(source: Sources) -> None:
     assert "kv_lora_rank" not in found
     assert found["latents_possible"][0] == "MLA-24+8"
     assert "groups possible" in str(found)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "quantization"])
+def test_what_is_quantised_is_described_with_a_note(key: str, source: Sources) -> None:
+    made = source()
+    edit(Path(made.reference), **{key: {"bits": 4, "group_size": 64}})
+    said = "it is quantised (MLX), which a conversion refuses; all figures are of the model before that"
+    for found in (inspection(made), capacity(made, "bfloat16", 1, 64, ROOM, 0.9)):
+        assert found["notes"] == [said]
+        assert said in str(found)
+    assert "notes" not in inspection(source())
 
 
 def test_a_source_with_a_latent_is_inspected(source: Sources) -> None:

@@ -16,8 +16,11 @@ from attention.errors import Refusal
 from attention.models.modeling_kvfold import KvfoldLatentAttention
 from convert.families.reading import family_for
 from convert.hosts.kvfold import LATENT_HOST
+from convert.methods import load_latent
 from convert.planning.held import require_held
 from eval.inputs.source import Source
+
+WEIGHTED = load_latent("weighted")
 
 
 def source(config: Any, path: Path) -> Source:
@@ -29,10 +32,10 @@ def source(config: Any, path: Path) -> Source:
 @pytest.mark.parametrize("model_type", [name for name in SHARING if name != "hunyuan_v1_moe"])
 def test_kvfolds_class_holds_what_experiments_found(model_type: str, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
-    require_held(LATENT_HOST, family_for(made.config), made)
+    require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
 
 
-@pytest.mark.parametrize("model_type", ["internlm3", "minimax_m2"])
+@pytest.mark.parametrize("model_type", ["solar_open", "minimax_m2"])
 def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Convert, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
     whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
@@ -47,7 +50,7 @@ def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Conve
 
 
 def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = source(small("internlm3"), tmp_path / "source")
+    made = source(small("solar_open"), tmp_path / "source")
     built = KvfoldLatentAttention.__init__
 
     def other(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,11 +58,11 @@ def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: py
         self.scaling *= 1.1
 
     monkeypatch.setattr(KvfoldLatentAttention, "__init__", other)
-    with pytest.raises(Refusal, match="kvfold's class does not compute what internlm3 does, on a small model"):
-        require_held(LATENT_HOST, family_for(made.config), made)
+    with pytest.raises(Refusal, match="kvfold's class does not compute what solar_open does, on a small model"):
+        require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
     monkeypatch.setattr(KvfoldLatentAttention, "forward", None)
-    with pytest.raises(Refusal, match="a small model of internlm3 in kvfold's class does not run: "):
-        require_held(LATENT_HOST, family_for(made.config), made)
+    with pytest.raises(Refusal, match="a small model of solar_open in kvfold's class does not run: "):
+        require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
 
 
 def test_norms_behind_rope_have_no_latent(convert: Convert, tmp_path: Path) -> None:

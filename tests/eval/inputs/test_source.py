@@ -138,17 +138,38 @@ def test_a_config_has_its_defaults_filled_in(configured: Callable[..., Source]) 
 
 
 def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callable[..., Source]) -> None:
-    source = configured(auto_map={"AutoConfig": "configuration_tiny.TinyConfig"})
+    source = configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"})
     with pytest.raises(Refusal, match=r"wants to run code of its own \(auto_map in config\.json\)") as caught:
         _ = source.config
-    own = "read that code, then give --trust-remote-code"
-    assert caught.value.hint == f"{own}; or remove auto_map: transformers has a class for llama"
-    with pytest.raises(Refusal) as unknown:
-        _ = configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"}).config
-    assert unknown.value.hint == own
+    assert caught.value.hint == "read that code, then give --trust-remote-code"
     with pytest.raises(Refusal):
         source.refuse_remote_code()
     Source.parse(source.reference, trust_remote_code=True).refuse_remote_code()
+
+
+def test_transformers_own_class_takes_the_place_of_code(configured: Callable[..., Source]) -> None:
+    source = configured(auto_map={"AutoConfig": "no_such_file.TinyConfig"})
+    assert type(source.config).__name__ == "LlamaConfig"
+    assert "auto_map" not in source.raw, "nothing that is made from it names code that nobody read"
+    assert source.notes == ("its own code (auto_map in config.json) is not used: transformers' class for llama reads it",)
+    trusting = Source.parse(source.reference, trust_remote_code=True)
+    assert (trusting.notes, "auto_map" in trusting.raw) == ((), True)
+
+
+def test_a_config_on_the_hub_has_to_be_downloaded_before_it_is_corrected(
+    configured: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    directory = configured(hidden_size="wide").reference
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: directory)
+    for values in ({"hidden_size": "wide"}, {"sliding_window": 0, "model_type": "mistral"}, {"hidden_size": 60}):
+        configured(**values)
+        with pytest.raises(Refusal) as caught:
+            _ = Source.parse("nobody/tiny@v2").config
+        assert str(caught.value.hint).startswith(
+            "download it with `hf download nobody/tiny --revision v2 --local-dir DIR`, then correct"
+        )
 
 
 def test_a_config_without_code_needs_no_agreement(configured: Callable[..., Source]) -> None:
