@@ -1,9 +1,9 @@
 """Reads a model type that has no row: finds by experiment where its projections are, and what its attention computes.
 
 The experiments are on a small twin (`convert.families.twin`). Candidates are few: which modules, RoPE or none, which dims form
-a pair, a window, a cap, the scale, a norm of queries and keys before or after RoPE. If no record computes what the twin does,
-the type is refused, and the refusal says what differs: parameters that no record has, or a field of the config without which it
-would be read.
+a pair, a window, a cap, the scale, sinks, a norm of queries and keys before or after RoPE. If no record computes what the twin
+does, the type is refused, and the refusal says what differs: parameters that no record has, or a field of the config without
+which it would be read.
 """
 
 from __future__ import annotations
@@ -73,15 +73,18 @@ class Found(SeparateProjections):
         readings: What each kind of layer computes (`convert.families.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
+        sinks: The name in the attention's module of a parameter `[H]`, the sinks of its heads; None without.
     """
 
     projections: tuple[str, ...] = _PARTS
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: InputNorm | None = None
     far_queries: float | None = None
+    sinks: str | None = None
 
     def traits(self, config: Any) -> Traits:
-        traits = super().traits(config)
+        rotated = sum(self.reading(config, layer).pairing is not None for layer in range(self.spec(config).num_layers))
+        traits = replace(super().traits(config), layers_with_rotary=rotated, sinks=self.sinks is not None)
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
@@ -99,13 +102,21 @@ class Found(SeparateProjections):
         return self.reading(config, layer).scoring(config)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        return self._renamed(super().shapes(config, layer), layer, _PARTS, self.projections)
+        shapes = self._renamed(super().shapes(config, layer), layer, _PARTS, self.projections)
+        return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec(config).num_heads,)}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return super().split(self._renamed(tensors, layer, self.projections, _PARTS), config, layer)
+        record = super().split(self._renamed(tensors, layer, self.projections, _PARTS), config, layer)
+        return record if self.sinks is None else replace(record, sinks=tensors[self._of_sinks(layer)])
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        return self._renamed(super().join(record, spec, layer), layer, _PARTS, self.projections)
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        assert (record.sinks is None) == (self.sinks is None), "the class has sinks, or it has none"
+        tensors = self._renamed(super().join(replace(record, sinks=None), spec, layer), layer, _PARTS, self.projections)
+        return tensors if record.sinks is None else tensors | {self._of_sinks(layer): record.sinks}
+
+    def _of_sinks(self, layer: int) -> str:
+        return f"{self.module(layer)}.{self.sinks}"
 
     def output(self, layer: int) -> str:
         return f"{self._prefix(layer)}{self.projections[-1]}"
@@ -302,6 +313,7 @@ class _Search:
             input=self._input_norm(),
             adds_output=self._adds_output(),
         )
+        family = replace(family, sinks=self._sinks(family))
         self._require_no_more(family)
         readings: dict[tuple[Any, ...], Reading] = {}
         for layer, kind in enumerate(kinds(self.twin.config)):
@@ -314,6 +326,15 @@ class _Search:
         caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
         scale = next(iter(readings.values())).scale
         return replace(family, readings=tuple(readings.items()), scaled_by=scale, extra_features=(*caps, *windows))
+
+    def _sinks(self, family: Found) -> str | None:
+        """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
+        wanted, prefix = family.shapes(self.twin.config, 0), f"{family.module(0)}."
+        more = [
+            name for name, parameter in self.first.named_parameters()
+            if prefix + name not in wanted and parameter.shape == (self.spec.num_heads,)
+        ]  # fmt: skip
+        return more[0] if len(more) == 1 else None
 
     def _require_no_more(self, family: Found) -> None:
         """Refuse parameters of an attention that no record has."""
@@ -384,7 +405,8 @@ class _Search:
             ours = replace(record, rotary=tried.rotary(config, self.spec.head_dim, layer), scoring=tried.scoring(config))
             if (scale := _scale(ours, call)) is not None:
                 return replace(tried, scale=scale)
-        raise Unexplained(f"RoPE, windows and scales do not explain what layer {self.twin.layers[layer]} computes")
+        also = f", with {family.sinks} as sinks," if family.sinks else ""
+        raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
 
     def _rotations(self) -> Iterator[Reading]:
         pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")

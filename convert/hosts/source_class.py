@@ -43,12 +43,14 @@ class SourceClass(Host):
         "attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
+    keeps_sinks = True
 
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
 
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        if not family.shares_heads:  # MQA by keys of its own, which was not tried
+        sinks = config is not None and family.traits(config).sinks
+        if not family.shares_heads or sinks:  # MQA by keys of its own, and sinks in engines, were not tried
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 
