@@ -73,7 +73,7 @@ class Found(SeparateProjections):
         readings: What each kind of layer computes (`convert.families.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
-        sinks: The name in the attention's module of a parameter `[H]`, the sinks of its heads; None without.
+        sinks: The name behind the attention's path of a tensor `[H]`, the sinks of its heads; None without.
     """
 
     projections: tuple[str, ...] = _PARTS
@@ -330,18 +330,16 @@ class _Search:
     def _sinks(self, family: Found) -> str | None:
         """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
         wanted, prefix = family.shapes(self.twin.config, 0), f"{family.module(0)}."
-        more = [
-            name for name, parameter in self.first.named_parameters()
-            if prefix + name not in wanted and parameter.shape == (self.spec.num_heads,)
-        ]  # fmt: skip
-        return more[0] if len(more) == 1 else None
+        more = {name: tensor.shape for name, tensor in self.twin.parameters.items() if name.startswith(prefix)}
+        found = [name for name, shape in more.items() if name not in wanted and shape == (self.spec.num_heads,)]
+        return found[0].removeprefix(prefix) if len(found) == 1 else None
 
     def _require_no_more(self, family: Found) -> None:
         """Refuse parameters of an attention that no record has."""
-        state = self.twin.model.state_dict()
+        state, parameters = self.twin.state, self.twin.parameters
         for layer, stands_for in enumerate(self.twin.layers):
             prefix = f"{family.module(layer)}."
-            there = {name for name, _ in self.twin.model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
+            there = {name for name in parameters if name.startswith(prefix)}
             wanted = family.shapes(self.twin.config, layer)
             if more := sorted(name.removeprefix(prefix) for name in there - wanted.keys()):
                 raise Unread(f"its attention has {', '.join(more)} besides projections of queries, keys, values and outputs")
@@ -385,7 +383,7 @@ class _Search:
     def _reading(self, family: Found, layer: int) -> Reading:
         """What a layer's attention computes."""
         config, path = self.twin.config, family.module(layer)
-        state, call = self.twin.model.state_dict(), self.calls[path]
+        state, call = self.twin.state, self.calls[path]
         record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
         kept = [

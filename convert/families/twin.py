@@ -57,6 +57,7 @@ class Twin:
         config: The small config.
         layers: The source's layer that each layer of the twin stands for.
         model: The class, with random weights.
+        stored: The names of parameters and buffers in checkpoints by those in the class, to which loading may rename them.
     """
 
     def __init__(self, config: Any) -> None:
@@ -77,6 +78,17 @@ class Twin:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 # gains and biases are vectors
                 parameter.copy_(drawn * _SIZE * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.6 + 0.4 * drawn)
+        self.stored = _stored_names(self.model)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters by their names in checkpoints; shared ones have several."""
+        return {self.stored.get(name, name): tensor for name, tensor in self.model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by their names in checkpoints."""
+        return {self.stored[name]: tensor for name, tensor in self.model.state_dict().items()}
 
     @property
     def farthest(self) -> int:
@@ -112,6 +124,15 @@ class Twin:
         with _silent(), torch.no_grad():
             logits: torch.Tensor = self.model(ids, use_cache=False, **positions).logits
         return logits
+
+
+def _stored_names(model: Any) -> dict[str, str]:
+    """As of `Twin.stored`; what transformers makes of several tensors, such as stacked experts, keeps its name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = model.state_dict()
+    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, state).items()}
+    return {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
 
 @contextlib.contextmanager
@@ -152,7 +173,7 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
         twin: Of the class.
         starts: Positions at which the texts begin; without any, the first and the last possible one.
     """
-    state = {name: tensor.double() for name, tensor in twin.model.state_dict().items() if tensor.is_floating_point()}
+    state = {name: tensor.double() for name, tensor in twin.state.items() if tensor.is_floating_point()}
     for start in dict.fromkeys(starts or (0, twin.farthest)):
         calls = twin.calls(start)
         for layer, stands_for in enumerate(twin.layers):
