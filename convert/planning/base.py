@@ -169,7 +169,7 @@ def _with_unit(size: int) -> str:
 
 
 # By quant_method: the class of transformers by which a model is loaded dequantised.
-_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
+_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 def readable(source: Source) -> Family:

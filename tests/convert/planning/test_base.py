@@ -84,6 +84,7 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=FineGrainedFP8Config(dequantize=True)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=Mxfp4Config(dequantize=True)"),
         ({"model_type": "bert"}, "model type 'bert' is not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
     ],
