@@ -234,7 +234,7 @@ def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> 
     unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
     if any(name.startswith(f"{layers}.0.") for name in unused):
         raise Unread("its layers also attend to the states of an encoder")
-    # The first token sees itself alone: queries and keys change nothing there, and values are all that there is.
+    # The first token sees itself alone, or a sink: queries and keys change little there, and values are all that there is.
     gave = {name: _without(twin, path, name) for name in read}
     values = [name for name in read if torch.equal(gave[name], gave[name][:, :1].expand_as(gave[name]))]
     if len(read) > 3:

@@ -143,6 +143,13 @@ def test_sinks_are_found_and_come_back(model_type: str) -> None:
     assert "computes something else than its config says" in str(disproof(replace(family, sinks=None), twin))
 
 
+def test_only_layers_that_rotate_are_counted_as_such() -> None:
+    config = small("flint", layer_types=["sliding_attention", "full_attention"] * 2)
+    family = find(config)
+    assert [family.rotary(config, layer) is not None for layer in range(4)] == [True, False, True, False]
+    assert family.traits(config).layers_with_rotary == 2
+
+
 def with_copies(config: Any, path: Path) -> Path:
     """Every other KV head is the same, and sinks are large and different."""
     model, generator = random_model(config), torch.Generator().manual_seed(3)
