@@ -46,19 +46,22 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
         queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
         for head in range(len(total)):
             for tokens in spans(len(block)):
-                probabilities = heads.probabilities(heads.logits(head, tokens))
+                probabilities = heads.attention(head, tokens)
                 probabilities[:, 0] = 0
                 total[head, : tokens.stop] += _by_distance(probabilities)
     return total / queries.clamp_min(1)
 
 
 def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tensor:
-    """The attention that each token of a block `[T, E]` gets from all queries of all heads, `[T]`; its mean is one."""
+    """The attention that each token of a block `[T, E]` gets from all queries of all heads, `[T]`.
+
+    Its mean is one, or less with sinks.
+    """
     heads = heads_of(attention, block.float())
     total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
     for head in range(len(heads.plain)):
         for tokens in spans(len(block)):
-            total[: tokens.stop] += heads.probabilities(heads.logits(head, tokens)).sum(0)
+            total[: tokens.stop] += heads.attention(head, tokens).sum(0)
     return total / len(heads.plain)
 
 
@@ -94,6 +97,7 @@ class Heads:
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
         scoring: What becomes of logits.
+        sinks: `[H]`, as of `Attention`, or None.
     """
 
     inputs: torch.Tensor
@@ -106,6 +110,7 @@ class Heads:
     rotation: Rotation
     scale: float
     scoring: Scoring = PLAIN
+    sinks: torch.Tensor | None = None
 
     @property
     def slopes(self) -> torch.Tensor | None:
@@ -143,6 +148,7 @@ class Heads:
             kept_rope=shared(self.kept_rope, heads, count),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
+            sinks=None if self.sinks is None else self.sinks[heads],
         )
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,8 +165,12 @@ class Heads:
         return logits if self.slopes is None else logits + self.slopes[head] * self._positions[: tokens.stop]
 
     def probabilities(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention `[…, t, s]` of such logits, for the last t among s tokens, or for `tokens [t]`."""
-        return self.scoring.probabilities(logits, tokens)
+        """Attention `[H, t, s]` of such logits of all heads, for the last t among s tokens, or for `tokens [t]`."""
+        return self.scoring.probabilities(logits, tokens, self.sinks)
+
+    def attention(self, head: int, tokens: slice = slice(None)) -> torch.Tensor:
+        """`[t, s]`, the attention of one head that its `logits` make."""
+        return self.scoring.probabilities(self.logits(head, tokens), None, None if self.sinks is None else self.sinks[head])
 
 
 @dataclass(frozen=True)
@@ -255,7 +265,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         rope, nope = queries[..., :split], queries[..., split:]
         kept_rope, kept_nope = keys[..., :split], keys[..., split:]
         lift = None
-    return Heads(x, plain, nope, rope, kept_nope, kept_rope, lift, rotation, record.scale, record.scoring)
+    sinks = record.sinks.float() if isinstance(record, Attention) and record.sinks is not None else None
+    return Heads(x, plain, nope, rope, kept_nope, kept_rope, lift, rotation, record.scale, record.scoring, sinks)
 
 
 def inputs_of(record: Record, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,7 +303,7 @@ def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     """The values that heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
     repeats, tokens = len(heads.plain) // len(values), len(heads.inputs)
     values = values.repeat_interleave(repeats, 0)
-    if heads.scoring.softcap is not None:
+    if heads.scoring.softcap is not None or heads.sinks is not None:
         return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
     keys, values = keys.repeat_interleave(len(queries) // len(keys), 0), widened(values, keys.shape[-1])
@@ -318,7 +329,7 @@ def _attend(
 
 def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:
     """`[T, D]` of `values [T, D]`, where torch has no function."""
-    parts = (heads.probabilities(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
+    parts = (heads.attention(head, tokens) @ values[: tokens.stop] for tokens in spans(len(values)))
     return torch.cat(list(parts))
 
 

@@ -97,6 +97,8 @@ def objection(module: nn.Module) -> str | None:
     # Some classes compare the name with "sdpa" to build other masks for it: another name would change their results.
     if sum(source.count("_attn_implementation") for source in sources.values()) != 1:
         return "it does more with the name of its attention function than look it up"
+    if "s_aux" in sources["forward"]:
+        return "its heads have sinks, which sdpa leaves out"
     if "position_bias" in sources["forward"]:
         return "it adds biases of positions, which sdpa alone takes"
     return None
@@ -150,6 +152,8 @@ def grouped_attention(
     """
     if kwargs.get("softcap") is not None:  # before 5.23, sdpa left it out without an error
         raise Refusal("sdpa does not support `softcap`", 'load the model with attn_implementation="eager"')
+    if kwargs.get("s_aux") is not None:  # the sinks of heads, which sdpa leaves out without an error
+        raise Refusal("sdpa does not support `s_aux`", 'load the model with attn_implementation="eager"')
     heads, queries, dim = query.shape[1:]
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
         options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}

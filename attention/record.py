@@ -146,6 +146,7 @@ class Attention:
             queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
         scoring: What becomes of scaled logits: ALiBi, a window, a cap.
         rounding: The format that its keys and values are cached in; None for no rounding.
+        sinks: `[H]`, a logit of each head that takes part in every softmax and has no value; None without.
     """
 
     q: torch.Tensor
@@ -163,6 +164,7 @@ class Attention:
     projections: Projections | None = None
     scoring: Scoring = PLAIN
     rounding: Format | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -211,6 +213,7 @@ class Attention:
                 self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip
             ),
             scoring=self.scoring,
+            sinks=self.sinks,
         )
 
 

@@ -16,7 +16,7 @@ from attention.scoring import Scoring
 
 
 def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:
-    """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
+    """Causal self-attention over one full sequence: softmax(scale · q kᵀ, sink) (v, 0), projected by `o`.
 
     Args:
         x: `[B, T, E]`, the normalised input of the block.
@@ -42,7 +42,7 @@ def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Te
     if a.rounding is not None:
         keys, values = rounded(keys, a.rounding, "keys"), rounded(values, a.rounding, "values")
     keys = keys.repeat_interleave(repeats, 1)
-    weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * a.scale, a.scoring)
+    weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * a.scale, a.scoring, a.sinks)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
     out = torch.einsum("bhtd,ehd->bte", context, a.o)
     return out if a.o_bias is None else out + a.o_bias
@@ -112,8 +112,11 @@ def _read_latent(x: torch.Tensor, p: LatentProjections) -> tuple[torch.Tensor, t
     return torch.einsum("bte,hde->bhtd", x, p.q), torch.cat((p.kv_norm(latent[:, None])[:, 0], key), -1)
 
 
-def _attention(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Of scaled logits `[B, H, T, T]`: token t sees tokens 0 to t, or those of them within a window."""
+def _attention(scores: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Of scaled logits `[B, H, T, T]`: token t sees tokens 0 to t, or those of them within a window.
+
+    Sinks `[H]` are further logits, which see to it that rows sum to less than one.
+    """
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     positions = torch.arange(scores.shape[-1], device=scores.device)
@@ -123,4 +126,7 @@ def _attention(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     hidden = distance < 0
     if scoring.window is not None:
         hidden = hidden | (distance >= scoring.window)
-    return scores.masked_fill(hidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]

@@ -32,12 +32,15 @@ class Scoring:
         """The same for some of the heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
-    def probabilities(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention `[…, t, s]`; rows sum to one.
+    def probabilities(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention `[…, t, s]`; rows sum to one, or to less with sinks.
 
         Args:
             logits: `[…, t, s]`, scaled, with what slopes add, for tokens 0 … s − 1.
             tokens: `[t]`, the positions of the queries; None for the last t.
+            sinks: `[…]`, a further logit of each head, of which nothing is read; None without.
         """
         import torch
 
@@ -49,7 +52,10 @@ class Scoring:
             hidden |= slots <= position - self.window
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is None:
+            return logits.softmax(-1)
+        return torch.cat((logits, sinks[..., None, None].expand(*logits.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
 
 
 PLAIN = Scoring()

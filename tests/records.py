@@ -32,8 +32,9 @@ def record(
     seed: int = 0,
     norm: str | None = None,
     alibi: bool = False,
+    sinks: bool = False,
 ) -> Attention:
-    """Grouped attention; without pairs nothing has RoPE. With `alibi`, its heads have different slopes.
+    """Grouped attention; without pairs nothing has RoPE. With `alibi`, its heads have different slopes, with `sinks`, sinks.
 
     `norm` is of queries and keys: "shared", "head", "all", "after", or "layer", which has a bias.
     """
@@ -54,6 +55,7 @@ def record(
             kind: Any = "layer" if layer else "rms"
             drawn[name] = QKNorm(kind, scope, gain, bias, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
     scoring = Scoring(tuple(0.6**head for head in range(heads)) if alibi else None)
+    drawn |= {"sinks": 1 + random(heads, seed=seed + 95)} if sinks else {}
     return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None, scoring=scoring)
 
 

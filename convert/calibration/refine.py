@@ -132,11 +132,11 @@ def _warmed(step: int, steps: int) -> float:
 
 
 class _Weights:
-    """A record's tensors as parameters, all heads stacked in one matrix. Rotary tables, norms and what is before them stay."""
+    """A record's tensors as parameters, heads stacked in a matrix. Rotary tables, sinks, norms and what is before them stay."""
 
     def __init__(self, record: Record) -> None:
         self._start = record
-        found = {field.name: getattr(record, field.name) for field in fields(record)}
+        found = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sinks"}
         if isinstance(record, FactoredAttention) and record.normalised:
             # A norm like the others; and that behind `q_down` changes nothing only as it is (`query_latent.behind_norm`).
             del found["gain"], found["q_down"]

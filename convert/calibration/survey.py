@@ -24,7 +24,7 @@ from eval.terminal.progress import Progress, silent, stage
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
-_ATTENDED = ("seen", "within", "read", "read_first_moment")  # names on the shelf of the tensors of `Attended`
+_ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
 
 Records = Callable[[int], Attention]
 
@@ -60,7 +60,7 @@ class Moments:
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
-        self._attended = _AttendedSums(width, stream.device) if shown else None
+        self._attended = _AttendedSums(width, stream.device, attention.sinks is not None) if shown else None
 
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
@@ -118,10 +118,11 @@ def _with_constant(queries: torch.Tensor) -> torch.Tensor:
 class _AttendedSums:
     """Sums over sampled queries and all heads."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, device: torch.device, sinks: bool = False) -> None:
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
+        self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None
 
     def add(self, attention: Attention, block: torch.Tensor) -> None:
         """Add the attention over a block `[T, E]`."""
@@ -136,9 +137,13 @@ class _AttendedSums:
         self._read += read.T @ read
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)
+        if self._sunk is not None:
+            rest = 1 - probabilities.sum(1)
+            self._sunk += torch.cat((rest @ read, rest.sum()[None], (rest @ rest)[None]))
 
     def moments(self) -> Attended:
-        return Attended.measured(self._seen / self._count, self._read / self._count, self._mean / self._count)
+        seen, read, mean = (part / self._count for part in (self._seen, self._read, self._mean))
+        return Attended.measured(seen, read, mean, None if self._sunk is None else self._sunk / self._count)
 
 
 def survey(
@@ -186,7 +191,7 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
     assert found.sample is not None, "a survey takes samples"
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
-    attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
+    attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
     queries = {} if found.queries is None else {"queries": found.queries}
     shelf.put(
         layer,
@@ -197,7 +202,7 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    attended = Attended(*(tensors[name] for name in _ATTENDED))
+    attended = Attended(**{name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)})
     sample = Blocks(tensors["sample"], tuple(note["cuts"]))
     moments = tensors["second_moment"], tensors["first_moment"]
     return Statistics(

@@ -110,6 +110,7 @@ def factored(
     target: LatentTarget, allocation: Allocation, ranks: Sequence[int], before: Attention, layer: int, statistics: Statistics
 ) -> tuple[Attention, Record]:
     """Keys and values of a layer, factored by the target's method, with the frequencies and ranks of all layers chosen."""
+    assert before.sinks is None, "no output class has a latent and sinks"
     own = replace(allocation, rank=ranks[layer]) if ranks else allocation
     return before, target.method.factor(before, own, statistics)
 

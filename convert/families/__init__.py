@@ -27,7 +27,6 @@ FAMILIES: dict[str, Family] = {
 
 # Model types that are not read on purpose, and why.
 UNREAD = {
-    "gpt_oss": "each head has an attention sink, a logit of its own in every softmax, and no record of an attention has sinks",
     "openai-gpt": "its class in transformers keeps no KV cache",
 }
 

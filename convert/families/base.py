@@ -47,6 +47,7 @@ class Traits:
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that are set and make the class do more than the record describes.
         latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
+        sinks: Whether each head has a sink (`attention.record.Attention`).
     """
 
     qkv_bias: bool
@@ -56,6 +57,7 @@ class Traits:
     adds_output: bool = True
     extra_features: Mapping[str, Any] = field(default_factory=dict)
     latent_norm: NormForm | None = None
+    sinks: bool = False
 
     @property
     def clip(self) -> float | None:
@@ -271,6 +273,7 @@ class Family(ABC):
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
             "alibi": self.slopes(config) is not None,
+            "sinks": traits.sinks,
             "softmax_scale": self.scale(config),
             "also": dict(traits.extra_features),
         }

@@ -1,9 +1,9 @@
 """Reads a model type that has no row: finds by experiment where its projections are, and what its attention computes.
 
 The experiments are on a small twin (`convert.families.twin`). Candidates are few: which modules, RoPE or none, which dims form
-a pair, a window, a cap, the scale, a norm of queries and keys before or after RoPE. If no record computes what the twin does,
-the type is refused, and the refusal says what differs: parameters that no record has, or a field of the config without which it
-would be read.
+a pair, a window, a cap, the scale, sinks, a norm of queries and keys before or after RoPE. If no record computes what the twin
+does, the type is refused, and the refusal says what differs: parameters that no record has, or a field of the config without
+which it would be read.
 """
 
 from __future__ import annotations
@@ -76,18 +76,19 @@ class Found(SeparateProjections):
         readings: What each kind of layer computes (`convert.families.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
+        sinks: The name behind the attention's path of a tensor `[H]`, the sinks of its heads; None without.
     """
 
     projections: tuple[str, ...] = _PARTS
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: InputNorm | None = None
     far_queries: float | None = None
+    sinks: str | None = None
     in_engines = False
 
     def traits(self, config: Any) -> Traits:
-        layers = range(self.spec(config).num_layers)
-        with_rotary = sum(self.reading(config, layer).pairing is not None for layer in layers)
-        traits = replace(super().traits(_decoder(config)), layers_with_rotary=with_rotary)
+        rotated = sum(self.reading(config, layer).pairing is not None for layer in range(self.spec(config).num_layers))
+        traits = replace(super().traits(_decoder(config)), layers_with_rotary=rotated, sinks=self.sinks is not None)
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
@@ -111,13 +112,21 @@ class Found(SeparateProjections):
         return self.reading(config, layer).scoring(_decoder(config))
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        return self._renamed(super().shapes(_decoder(config), layer), layer, _PARTS, self.projections)
+        shapes = self._renamed(super().shapes(_decoder(config), layer), layer, _PARTS, self.projections)
+        return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec(config).num_heads,)}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return super().split(self._renamed(tensors, layer, self.projections, _PARTS), _decoder(config), layer)
+        record = super().split(self._renamed(tensors, layer, self.projections, _PARTS), _decoder(config), layer)
+        return record if self.sinks is None else replace(record, sinks=tensors[self._of_sinks(layer)])
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        return self._renamed(super().join(record, spec, layer), layer, _PARTS, self.projections)
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        assert (record.sinks is None) == (self.sinks is None), "the class has sinks, or it has none"
+        tensors = self._renamed(super().join(replace(record, sinks=None), spec, layer), layer, _PARTS, self.projections)
+        return tensors if record.sinks is None else tensors | {self._of_sinks(layer): record.sinks}
+
+    def _of_sinks(self, layer: int) -> str:
+        return f"{self.module(layer)}.{self.sinks}"
 
     def output(self, layer: int) -> str:
         return f"{self._prefix(layer)}{self.projections[-1]}"
@@ -255,7 +264,7 @@ def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> 
     unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
     if any(name.startswith(f"{layers}.0.") for name in unused):
         raise Unread("its layers also attend to the states of an encoder")
-    # The first token sees itself alone: queries and keys change nothing there, and values are all that there is.
+    # The first token sees itself alone, or a sink: queries and keys change little there, and values are all that there is.
     gave = {name: _without(twin, path, name) for name in read}
     values = [name for name in read if torch.equal(gave[name], gave[name][:, :1].expand_as(gave[name]))]
     if len(read) > 3:
@@ -335,6 +344,7 @@ class _Search:
             input=self._input_norm(),
             adds_output=self._adds_output(),
         )
+        family = replace(family, sinks=self._sinks(family))
         self._require_no_more(family)
         readings: dict[tuple[Any, ...], Reading] = {}
         for layer, kind in enumerate(kinds(self.twin.config)):
@@ -354,12 +364,19 @@ class _Search:
         doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
         return 2 if doubled else 1
 
+    def _sinks(self, family: Found) -> str | None:
+        """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
+        wanted, prefix = family.shapes(self.twin.config, 0), f"{family.module(0)}."
+        more = {name: tensor.shape for name, tensor in self.twin.parameters.items() if name.startswith(prefix)}
+        found = [name for name, shape in more.items() if name not in wanted and shape == (self.spec.num_heads,)]
+        return found[0].removeprefix(prefix) if len(found) == 1 else None
+
     def _require_no_more(self, family: Found) -> None:
         """Refuse parameters of an attention that no record has."""
-        state = self.twin.model.state_dict()
+        state, parameters = self.twin.state, self.twin.parameters
         for layer, stands_for in enumerate(self.twin.layers):
             prefix = f"{family.module(layer)}."
-            there = {name for name, _ in self.twin.model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
+            there = {name for name in parameters if name.startswith(prefix)}
             wanted = family.shapes(self.twin.config, layer)
             if more := sorted(name.removeprefix(prefix) for name in there - wanted.keys()):
                 raise Unread(f"its attention has {', '.join(more)} besides projections of queries, keys, values and outputs")
@@ -403,7 +420,7 @@ class _Search:
     def _reading(self, family: Found, layer: int) -> Reading:
         """What a layer's attention computes."""
         config, path = self.twin.decoder, family.module(layer)
-        state, call = self.twin.model.state_dict(), self.calls[path]
+        state, call = self.twin.state, self.calls[path]
         record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
         kept = [
@@ -423,7 +440,8 @@ class _Search:
             ours = replace(record, rotary=tried.rotary(config, self.spec.head_dim, layer), scoring=tried.scoring(config))
             if (scale := _scale(ours, call)) is not None:
                 return replace(tried, scale=scale)
-        raise Unexplained(f"RoPE, windows and scales do not explain what layer {self.twin.layers[layer]} computes")
+        also = f", with {family.sinks} as sinks," if family.sinks else ""
+        raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
 
     def _rotations(self) -> Iterator[Reading]:
         pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")

@@ -57,6 +57,7 @@ def split_projections(
 
 def join_projections(a: Attention, o_name: str = "o_proj") -> dict[str, torch.Tensor]:
     """The inverse of `split_projections`."""
+    assert a.sinks is None, "sinks are no projections, and would be lost"
     local = join_heads(a)
     local[f"{o_name}.weight"] = a.o.flatten(1)
     if a.o_bias is not None:

@@ -17,9 +17,10 @@ _log = logging.getLogger("kvfold")
 
 # Model types of transformers without a row that experiments read, with an attention that config.json can make so.
 FOUND = (
-    "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
-    "gpt-sw3", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2",
-    "minimax_m3_vl_text", "ministral3", "modernbert-decoder", "solar_open", "youtu",
+    "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
+    "glm4_moe_lite", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2", "minimax_m3_vl_text", "ministral3", "modernbert-decoder",
+    "solar_open", "youtu",
 )  # fmt: skip
 
 # Types with a decoder inside that experiments read, of which all is tested: pictures, healing, the cache.

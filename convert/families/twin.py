@@ -62,6 +62,7 @@ class Twin:
         config: The small config.
         layers: The source's layer that each layer of the twin stands for.
         model: The class, with random weights.
+        stored: The names of parameters and buffers in checkpoints by those in the class, to which loading may rename them.
     """
 
     def __init__(self, config: Any) -> None:
@@ -92,11 +93,24 @@ class Twin:
             set_module_tensor_to_device(self.model, name, "cpu", value=value)
         self.model.tie_weights()
         self.model.requires_grad_(False)
+        # Around a decoder, tensors are known by their names in the class.
+        inside = self.decoder is not self.config
+        self.stored = {name: name for name in self.model.state_dict()} if inside else _stored_names(self.model)
 
     @property
     def decoder(self) -> Any:
         """The part of the small config that describes the decoder."""
         return self.config.get_text_config(decoder=True)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters by their names in checkpoints; shared ones have several."""
+        return {self.stored.get(name, name): tensor for name, tensor in self.model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by their names in checkpoints."""
+        return {self.stored[name]: tensor for name, tensor in self.model.state_dict().items()}
 
     @property
     def farthest(self) -> int:
@@ -133,6 +147,15 @@ class Twin:
         with _silent(), torch.no_grad():
             logits: torch.Tensor = self.model(ids, use_cache=False, **positions).logits
         return logits
+
+
+def _stored_names(model: Any) -> dict[str, str]:
+    """As of `Twin.stored`; what transformers makes of several tensors, such as stacked experts, keeps its name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = model.state_dict()
+    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, state).items()}
+    return {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
 
 @contextlib.contextmanager
@@ -174,7 +197,7 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
         twin: Of the class.
         starts: Positions at which the texts begin; without any, the first and the last possible one.
     """
-    state = {name: tensor.double() for name, tensor in twin.model.state_dict().items() if tensor.is_floating_point()}
+    state = {name: tensor.double() for name, tensor in twin.state.items() if tensor.is_floating_point()}
     clip = family.traits(twin.config).clip
     for start in dict.fromkeys(starts or (0, twin.farthest)):
         calls = twin.calls(start)

@@ -37,6 +37,7 @@ class Host(ABC):
             (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
         ranks_per_layer: Whether its layers may have latents of different ranks.
         keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
+        keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Host(ABC):
     portable: bool = False
     ranks_per_layer: bool = False
     keeps_projections: bool = False
+    keeps_sinks: bool = False
 
     def reads_projections(self, family: Family, config: Any) -> bool:
         """Whether what it holds of such a source is behind its projections (`attention.record.Projections`)."""

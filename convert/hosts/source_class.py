@@ -43,12 +43,15 @@ class SourceClass(Host):
         "attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
+    keeps_sinks = True
 
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
 
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        if not family.shares_heads or not family.in_engines:  # MQA by keys of its own was not tried
+        sinks = config is not None and family.traits(config).sinks
+        # MQA by keys of its own, sinks, and what experiments found were not tried in engines.
+        if not family.shares_heads or not family.in_engines or sinks:
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 

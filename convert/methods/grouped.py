@@ -104,4 +104,5 @@ def reordered(attention: Attention, order: list[int]) -> Attention:
         q_norm=None if a.q_norm is None else a.q_norm.of_heads(queries),
         k_norm=None if a.k_norm is None else a.k_norm.of_heads(order),
         projections=None if a.projections is None else a.projections.with_queries(queries),
+        sinks=None if a.sinks is None else a.sinks[queries],
     )

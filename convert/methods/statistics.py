@@ -20,23 +20,26 @@ class Attended:
 
     With p_t the attention of query t and x̄_t = E_{s ~ p_t}[x_s], what its head reads: to second order a change Δk of keys costs
     ½ E_t Var_{s ~ p_t}(q_tᵀ Δk_s), and a change Δv of values E_t |W_O E_{s ~ p_t}[Δv_s]|². So nope keys are weighed by the
-    covariance within each query's attention, and values by the second moment of what heads read.
+    covariance within each query's attention, and values by the second moment of what heads read. The sinks of heads are one
+    more token, all of whose numbers are zero, also the constant by which biases are weighed.
 
     Attributes:
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
         within: `[E, E]`, E_t Cov_{s ~ p_t}(x_s).
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ].
         mean: `[E]`, E_t[x̄_t].
+        sunk: `[E + 2]`, E_t[r_t (x̄_t, 1, r_t)], with r_t the attention that a sink takes; None without sinks.
     """
 
     seen: torch.Tensor
     within: torch.Tensor
     read: torch.Tensor
     mean: torch.Tensor
+    sunk: torch.Tensor | None = None
 
     @classmethod
-    def measured(cls, seen: torch.Tensor, read: torch.Tensor, mean: torch.Tensor) -> Attended:
-        return cls(seen, seen - read, read, mean)
+    def measured(cls, seen: torch.Tensor, read: torch.Tensor, mean: torch.Tensor, sunk: torch.Tensor | None = None) -> Attended:
+        return cls(seen, seen - read, read, mean, sunk)
 
     @classmethod
     def assumed(cls, second: torch.Tensor, mean: torch.Tensor) -> Attended:
@@ -44,11 +47,13 @@ class Attended:
         return cls(second.clone(), second - torch.outer(mean, mean), second.clone(), mean.clone())  # stored one by one
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.seen, self.within, self.read, self.mean
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by the names of the attributes."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Attended:
-        return Attended(*(tensor.to(device) for tensor in self.tensors))
+        return Attended(**{name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @property
     def read_covariance(self) -> torch.Tensor:
@@ -58,23 +63,27 @@ class Attended:
     @property
     def seen_with_constant(self) -> torch.Tensor:
         """`[E + 1, E + 1]`, `seen` of (x, 1), for weights with a bias as their last column."""
-        return _with_constant(self.seen, self.mean)
+        return _with_constant(self.seen, self.mean, 1 - self._sunk[-2])
 
     @property
     def within_with_constant(self) -> torch.Tensor:
-        """`[E + 1, E + 1]`, `within` of (x, 1): a constant on nope keys cancels in the softmax."""
-        return torch.nn.functional.pad(self.within, (0, 1, 0, 1))
+        """`[E + 1, E + 1]`, `within` of (x, 1): without sinks, a constant on nope keys cancels in the softmax."""
+        return _with_constant(self.within, self._sunk[:-2], self._sunk[-2] - self._sunk[-1])
 
     @property
     def read_with_constant(self) -> torch.Tensor:
         """`[E + 1, E + 1]`, `read` of (x, 1)."""
-        return _with_constant(self.read, self.mean)
+        return _with_constant(self.read, self.mean - self._sunk[:-2], 1 - 2 * self._sunk[-2] + self._sunk[-1])
+
+    @property
+    def _sunk(self) -> torch.Tensor:
+        return self.mean.new_zeros(len(self.mean) + 2) if self.sunk is None else self.sunk
 
     def shrunk(self, tokens: int, towards: torch.Tensor | None) -> Attended:
         """The same with both covariances shrunk as those of so many tokens, towards correlations `[E, E]`; None for none."""
         within, read = _shrunk(self.within, tokens, towards), _shrunk(self.read_covariance, tokens, towards)
         read = read + torch.outer(self.mean, self.mean)
-        return Attended(self.seen + within - self.within, within, read, self.mean)
+        return Attended(self.seen + within - self.within, within, read, self.mean, self.sunk)
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class Statistics:
     @property
     def with_constant(self) -> torch.Tensor:
         """`[E + 1, E + 1]`, the second moment of (x, 1), for weights with a bias as their last column."""
-        return _with_constant(self.second, self.mean)
+        return _with_constant(self.second, self.mean, self.mean.new_ones(()))
 
     @property
     def of_queries(self) -> torch.Tensor:
@@ -221,9 +230,10 @@ def excerpt(sample: Blocks) -> Blocks:
     return sample.spread(EXCERPT)
 
 
-def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    one = mean.new_ones(1, 1)
-    return torch.cat((torch.cat((second, mean[:, None]), 1), torch.cat((mean[None], one), 1)))
+def _with_constant(second: torch.Tensor, mean: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """`[E + 1, E + 1]` of `[E, E]`, of the products with a constant `[E]`, and of its square."""
+    corner = constant.reshape(1, 1)
+    return torch.cat((torch.cat((second, mean[:, None]), 1), torch.cat((mean[None], corner), 1)))
 
 
 def shrinkage(covariance: torch.Tensor, tokens: int) -> float:

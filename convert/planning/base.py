@@ -320,6 +320,8 @@ def host_of(
 
 def unfit(host: Host, family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
     """Why an output class cannot carry a target, or an engine does not run it; None if nothing is in the way."""
+    if family.traits(source.config).sinks and not host.keeps_sinks:
+        return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
     if reason := host.refuses(family, source.config, target):
         return reason
     if target.layer_ranks is not None and not host.ranks_per_layer:

@@ -54,6 +54,11 @@ RECORDS: dict[str, Record] = {
     "MLA with a window": dataclasses.replace(factored(), scoring=Scoring(window=5)),
     "MLA with cap and window": dataclasses.replace(factored(), scoring=CAPPED),
     "MLA with cap and window, expanded": dataclasses.replace(factored(), scoring=CAPPED).expanded(),
+    "sinks": record(2, 3, nope=3, sinks=True),
+    "sinks and a window": dataclasses.replace(record(2, 3, sinks=True), scoring=Scoring(window=5)),
+    "sinks and a cap": dataclasses.replace(record(4, 1, sinks=True), scoring=CAPPED),
+    "sinks, with slopes": record(pairs=0, nope=6, alibi=True, sinks=True),
+    "sinks behind a norm": record(norm="head", nope=2, sinks=True).on_projected_inputs(),
     "shared gains": record(norm="shared", nope=2),
     "gains per head": record(norm="head"),
     "one norm over all heads": record(norm="all"),
@@ -165,7 +170,9 @@ def naive_weights(a: Record, x: torch.Tensor) -> torch.Tensor:
             first = max(0, t + 1 - (a.scoring.window or len(x)))
             seen = row[first : t + 1]
             cap = a.scoring.softcap
-            found[head, t, first : t + 1] = (seen if cap is None else cap * torch.tanh(seen / cap)).softmax(0)
+            seen = seen if cap is None else cap * torch.tanh(seen / cap)
+            sink = a.sinks[head : head + 1] if isinstance(a, Attention) and a.sinks is not None else seen[:0]
+            found[head, t, first : t + 1] = torch.cat((seen, sink)).softmax(0)[: len(seen)]
     return found
 
 
@@ -177,10 +184,10 @@ def test_heads_have_the_references_logits_and_weights(case: str) -> None:
         torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
         part = heads.part(slice(head, head + 1))
         torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0].double(), logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(heads.probabilities(heads.logits(head)).double(), wanted[head], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(heads.attention(head).double(), wanted[head], rtol=1e-4, atol=1e-5)
         some = torch.tensor([0, 3, 20])
         torch.testing.assert_close(
-            part.probabilities(heads.logits(head)[some], some).double(), wanted[head, some], rtol=1e-4, atol=1e-5
+            part.probabilities(heads.logits(head)[None, some], some)[0].double(), wanted[head, some], rtol=1e-4, atol=1e-5
         )
 
 

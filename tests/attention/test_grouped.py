@@ -223,6 +223,11 @@ def test_what_sdpa_refuses_is_refused() -> None:
         grouped_attention(SimpleNamespace(num_key_value_groups=3), *call(), None, softcap=30.0, backend="auto")
 
 
+def test_sinks_are_refused_which_sdpa_leaves_out() -> None:
+    with pytest.raises(Refusal, match="sdpa does not support `s_aux`"):
+        grouped_attention(SimpleNamespace(num_key_value_groups=3), *call(), None, s_aux=torch.zeros(6), backend="auto")
+
+
 @pytest.mark.parametrize(
     ("dtype", "dim", "width", "masked", "backend", "packed"),
     [
@@ -415,6 +420,13 @@ class Biased(LlamaAttention):
         ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)(position_bias=None)
 
 
+class Sunk(LlamaAttention):
+    """Gives sinks to its attention function."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)(s_aux=self.sinks)
+
+
 class Elsewhere(LlamaAttention):
     """Looks nothing up itself."""
 
@@ -427,6 +439,7 @@ class Elsewhere(LlamaAttention):
     [
         (Helped, "it does more with the name of its attention function than look it up"),
         (Biased, "it adds biases of positions, which sdpa alone takes"),
+        (Sunk, "its heads have sinks, which sdpa leaves out"),
         (Elsewhere, "its forward does not look an attention function up"),
         (
             type("Unseen", (LlamaAttention,), {"forward": eval("lambda self: None")}),

@@ -67,6 +67,28 @@ def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: i
     torch.testing.assert_close(grouped_attention(x, Attention(**w, **b, scale=0.37)), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_sink_is_one_more_token_of_no_value() -> None:
+    """Its key is such that every query of a head meets the head's sink; torch has it as the first of the tokens."""
+    heads, x, w, sinks = 4, random(2, 7, WIDTH), weights(4, 2, 6), random(4, seed=30)
+
+    def project(name: str) -> torch.Tensor:
+        return linear(x, w[name].flatten(0, 1)).unflatten(-1, (-1, 6)).transpose(1, 2)
+
+    meets = torch.cat((project("q"), sinks[:, None, None].expand(2, heads, 7, 1) / 0.37), -1)
+    keys = torch.nn.functional.pad(project("k"), (0, 1)).repeat_interleave(2, 1)
+    sink = torch.nn.functional.one_hot(torch.tensor(6), 7).double().expand(2, heads, 1, 7)
+    values = torch.nn.functional.pad(project("v").repeat_interleave(2, 1), (0, 0, 1, 0))
+    seen = torch.ones(7, 8, dtype=torch.bool).tril(1)
+    context = scaled_dot_product_attention(meets, torch.cat((sink, keys), 2), values, seen, scale=0.37)
+    expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1))
+    found = grouped_attention(x, Attention(**w, scale=0.37, sinks=sinks))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    without = grouped_attention(x, Attention(**w, scale=0.37))
+    assert (found - without).norm() > 0.1 * without.norm()
+    far_off = grouped_attention(x, Attention(**w, scale=0.37, sinks=torch.full_like(sinks, -1e3)))
+    torch.testing.assert_close(far_off, without, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_a_future_token_changes_nothing_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)

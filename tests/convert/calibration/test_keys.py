@@ -80,6 +80,21 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.usefixtures("in_full")
+def test_of_a_sinks_logit_nothing_lacks() -> None:
+    """It takes part in the variance as a token whose logit is exact: a constant that is added to all others is no constant."""
+    a = record(4, 1, 2, 2, 20, sinks=True)
+    after, leaf = merged(a, 2), (0.1 * random(2, 6, 20, seed=5)).requires_grad_(True)
+    source, result, total = heads_of(a, X[0]), heads_of(dataclasses.replace(after, k=after.k + leaf), X[0]), torch.zeros(())
+    for head in range(4):
+        p, missing = source.attention(head), result.logits(head) - source.logits(head)
+        total = total + 0.5 * ((p * missing.square()).sum(-1) - (p * missing).sum(-1).square()).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    fit = fit_of(source, after, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
+    found = fit.curvature(leaf.detach()) - fit.wanted
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("norm", ["shared", "head", "layer", "after"])
 @pytest.mark.usefixtures("in_full")
 def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> None:

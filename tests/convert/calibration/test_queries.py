@@ -198,12 +198,12 @@ CASES = ("gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", 
 
 
 @pytest.mark.parametrize("target", [False, True])
-@pytest.mark.parametrize("case", [*CASES, "mla, a latent as wide as heads"])
+@pytest.mark.parametrize("case", [*CASES, "gqa, sinks", "mla, a latent as wide as heads"])
 def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)  # blocks are not a multiple of it
     pairing: Pairing = "interleaved" if "inter" in case else "half"
-    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, alibi="ALiBi" in case)
+    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, alibi="ALiBi" in case, sinks="sinks" in case)
     rank, groups = 4 if "wide" in case else 5, 1 if "mqa" in case else 2
     after: Record = latent(a, rank, (0, 1)) if "mla" in case else merged(a, groups)
     blocks, heads = [(heads_of(a, x), heads_of(after, x)) for x in X], slice(1, 3)
@@ -212,7 +212,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     total = torch.zeros((), dtype=torch.float64)
     for source, result in blocks:
         for head, maps in zip((1, 2), leaf, strict=True):
-            query, attended = source.plain[head].double(), source.probabilities(source.logits(head)).double()
+            query, attended = source.plain[head].double(), source.attention(head).double()
             nope, rope = (part.double() for part in result.kept(head))
             missing = (source.logits(head) - result.logits(head)).double()
             for t in range(len(query)):
@@ -220,7 +220,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
                 rotated = result.rotation(moved[nope.shape[1] :].expand(len(query), -1))[t]
                 got = result.scale * (nope[: t + 1] @ moved[: nope.shape[1]] + rope[: t + 1] @ rotated)
                 error = got - missing[t, : t + 1] if target else got
-                total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
+                total = total + 0.5 * ((p * error.square()).sum() - (p * error).sum().square())  # a sink's error is zero
     (expected,) = torch.autograd.grad(total, leaf)
     fits = fits_of(a, after, heads)
     assert fits[0].lifts == (case in ("mla", "mla, ALiBi"))

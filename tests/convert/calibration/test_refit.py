@@ -67,6 +67,16 @@ def test_queries_keys_and_gains_are_fitted_through_a_norm(norm: str) -> None:
     assert output_error(a, fitted, other) < 0.8 * output_error(a, values_alone, other)
 
 
+def test_heads_with_sinks_are_refitted_and_keep_them() -> None:
+    x, other = Blocks.whole(inputs(20, tokens=64, blocks=24)), inputs(20, tokens=64, blocks=4, seed=7)
+    a = record(4, 1, 3, 2, 20, sinks=True)
+    after = merged(a, 2)
+    fitted = refitted(a, after, x, SEEN)
+    assert changed(fitted, after) == {"q", "q_bias", "k", "v"}
+    assert output_error(a, fitted, other) < 0.9 * output_error(a, after, other)
+    assert loss(a, all_refitted(a, a), X) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_the_same_sample_gives_the_same_record(kind: str) -> None:
     a = record(4, 2, 3, 2, 20)

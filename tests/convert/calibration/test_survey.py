@@ -34,7 +34,7 @@ def direct(x: torch.Tensor) -> Statistics:
 
 def attended(a: Attention, x: torch.Tensor) -> Attended:
     """One query of one head after another, in fp64."""
-    share, found = len(a.q) // len(a.k), []
+    share, found, sunk = len(a.q) // len(a.k), [], []
     for block in x.double():
         positions = torch.arange(len(block))
         rows, keys = ((w.double() @ block.T).mT for w in (a.q, a.k))
@@ -48,10 +48,13 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
                 logits, cap = a.scale * keys[h // share, seen] @ rows[h, t], a.scoring.softcap
                 logits = logits if cap is None else cap * torch.tanh(logits / cap)
                 biases = (0 if a.scoring.slopes is None else a.scoring.slopes[h]) * positions[seen]
-                probabilities = (logits + biases).softmax(0)
-                read = probabilities @ block[seen]
+                sink = logits[:0] if a.sinks is None else a.sinks[h : h + 1]
+                probabilities = torch.cat((logits + biases, sink)).softmax(0)[: len(logits)]
+                read, rest = probabilities @ block[seen], 1 - probabilities.sum()
+                sunk.append(rest * torch.cat((read, torch.stack((torch.ones_like(rest), rest)))))
                 found.append((block[seen].T @ (probabilities[:, None] * block[seen]), torch.outer(read, read), read))
-    return Attended.measured(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
+    moments = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
+    return Attended.measured(*moments, None if a.sinks is None else torch.stack(sunk).mean(0))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,23 @@ def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, sc
     for name in ("seen", "within", "read", "mean"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
     assert torch.linalg.eigvalsh(found.within).min() > -1e-4
+
+
+def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
+    """Its share is what rows lack of one: where biases are weighed, the constant of tokens has a mean and a variance."""
+    a, x = random_record(2, 2, pairs=2, nope=3, width=8, sinks=True), 2 * inputs(8, tokens=9, blocks=3)
+    moments = Moments(0, of_blocks(3, 9, 8), a)
+    moments.see(x)
+    found, expected = moments.statistics().attended, attended(a, x)
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(getattr(found, name), tensor, rtol=1e-4, atol=1e-4)
+    assert found.sunk is not None
+    assert found.sunk[-2] > 0.05
+    # The same with the constant as one more channel of the input, which nothing reads.
+    a = replace(a, **{name: torch.nn.functional.pad(getattr(a, name), (0, 1)) for name in "qkv"})
+    of_constant = attended(a, torch.nn.functional.pad(x, (0, 1), value=1))
+    for name in ("seen", "within", "read"):
+        torch.testing.assert_close(getattr(found, f"{name}_with_constant"), getattr(of_constant, name), rtol=1e-4, atol=1e-4)
 
 
 def test_a_few_queries_speak_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:

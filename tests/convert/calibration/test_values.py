@@ -35,9 +35,10 @@ def test_values_that_were_spoilt_are_restored(biased: bool, groups: int) -> None
 
 
 @pytest.mark.usefixtures("in_full")
-def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_gradient_by_values_is_that_of_the_squared_error(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
-    a = record(4, 2, 2, 2, 20)
+    a = record(4, 2, 2, 2, 20, sinks=sinks)
     after = merged(a, 2)
     assert isinstance(after, Attention)
     leaf = (0.1 * random(*after.v.shape, seed=5)).requires_grad_(True)

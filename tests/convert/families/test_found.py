@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from found_types import FOUND, SHARING, SIZES, small
+from alike import comes_back
+from found_types import FOUND, SHARING, SINKS, SIZES, small
 from PIL import Image
 from tiny import VOCABULARY, random_model, save_tokenizer
 from torch import nn
@@ -20,11 +22,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from written import Convert, ok, weights
+from written import Convert, Logits, ok, refused, weights
 
+import attention
 from attention.errors import Refusal
 from convert.families import FAMILIES, reading
 from convert.families.found import Found, find
+from convert.families.twin import Twin, disproof
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 
@@ -86,7 +90,6 @@ def test_found_types_convert_in_their_own_class(model_type: str, convert: Conver
         ("afmoe", "its attention has gate_proj besides projections of queries, keys, values and outputs"),
         ("falcon_h1", "something besides its attention mixes tokens"),
         ("trocr", "its layers also attend to the states of an encoder"),
-        ("granite_swa", "its attention has sinks besides projections"),
         ("diffllama", "its attention has lambda_k1"),
         ("nanochat", "RoPE, windows and scales do not explain what layer 0 computes"),
         ("bert", "its first layer has no attention of four projections"),
@@ -278,6 +281,116 @@ def test_a_latent_that_no_class_holds_is_refused(model_type: str, why: str, conv
     assert why in refused.stderr
 
 
+# ---- sinks -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_sinks_are_found_and_come_back(model_type: str) -> None:
+    config = small(model_type)
+    family = find(config)
+    assert isinstance(family, Found)
+    assert family.sinks == ("softmax_offset" if model_type == "flint" else "sinks"), "as checkpoints have it"
+    assert family.describe(config)["sinks"]
+    assert comes_back(family, config, dtype=torch.bfloat16).sinks.shape == (8,)
+    twin = Twin(config)
+    assert disproof(family, twin) is None
+    assert "computes something else than its config says" in str(disproof(replace(family, sinks=None), twin))
+
+
+def test_only_layers_that_rotate_are_counted_as_such() -> None:
+    config = small("flint", layer_types=["sliding_attention", "full_attention"] * 2)
+    family = find(config)
+    assert [family.rotary(config, layer) is not None for layer in range(4)] == [True, False, True, False]
+    assert family.traits(config).layers_with_rotary == 2
+
+
+def with_copies(config: Any, path: Path) -> Path:
+    """Every other KV head is the same, and sinks are large and different."""
+    model, generator = random_model(config), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.sinks.copy_(1.5 * torch.randn(8, generator=generator))
+            for projection in (attention.k_proj, attention.v_proj):
+                for parameter in projection.parameters():
+                    heads = parameter.unflatten(0, (4, -1))
+                    heads[2:] = heads[:2]
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.mark.parametrize("model_type", SINKS[:2])
+def test_sinks_follow_query_heads_that_change_places(
+    model_type: str, convert: Convert, logits: Logits, tmp_path: Path, on: list[Any]
+) -> None:
+    """Heads 0 and 2 are copies, and so are 1 and 3: only a grouping of similar heads merges them without loss."""
+    source = with_copies(small(model_type), tmp_path / "source")
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--grouping", "similar", *on, "--heal", 0))
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
+    before, after = weights(source), weights(tmp_path / "out")
+    for layer in range(4):
+        name = f"model.layers.{layer}.self_attn.sinks"
+        assert torch.equal(after[name], before[name][[0, 1, 4, 5, 2, 3, 6, 7]])
+
+
+@pytest.mark.parametrize("model_type", SINKS[:2])
+def test_text_and_every_fit_of_heads_with_sinks(
+    model_type: str, convert: Convert, logits: Logits, tmp_path: Path, words: Path
+) -> None:
+    source = saved(small(model_type, sliding_window=8), tmp_path / "source")
+    ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
+    text = ("--text", words, "--calibration-tokens", 2048, "--calibration-context", 64)
+    ok(convert("gqa", source, tmp_path / "fitted", "--groups", 2, *text, "--heal", 0))
+    ok(convert("gqa", source, tmp_path / "all", "--groups", 2, *text, "--cache-dtype", "int8", "--refine", 2, "--heal", 1024))
+    expected = logits(source)
+    lost = {name: float((logits(tmp_path / name) - expected).norm()) for name in ("mean", "fitted", "all")}
+    assert lost["fitted"] < 0.9 * lost["mean"]
+    assert lost["all"] < 0.9 * lost["mean"]
+    before, fitted = weights(source), weights(tmp_path / "fitted")
+    assert all(torch.equal(tensor, fitted[name]) for name, tensor in before.items() if name.endswith("sinks"))
+
+
+@pytest.mark.parametrize("command", [["mla", "--kv-lora-rank", 16], ["gqa", "--groups", 2, "--class", "kvfold"]])
+def test_classes_without_sinks_are_refused(command: list[Any], convert: Convert, tmp_path: Path) -> None:
+    source = saved(small("gpt_oss"), tmp_path / "source")
+    said = "kvfold: its heads have sinks (logits of their own in every softmax), and those of the class have none"
+    kind, *options = command
+    result = convert(kind, source, tmp_path / "out", *options, "--no-text")
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) -> None:
+    source = saved(small("granite_swa"), tmp_path / "source")
+    refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_sinks_are_kept_where_models_are_packed_or_their_cache_is_encoded(model_type: str, tmp_path: Path) -> None:
+    source = saved(small(model_type, sliding_window=8, head_dim=32), tmp_path)
+    ids, cut = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(0)), 33
+
+    def said(model: Any, **options: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            first = model(ids[:, :cut], **options)
+            rest = [model(ids[:, t : t + 1], past_key_values=first.past_key_values).logits for t in range(cut, 40)]
+        return torch.cat((first.logits, *rest), 1)
+
+    stock = said(AutoModelForCausalLM.from_pretrained(source), use_cache=True)
+    assert torch.equal(said(attention.load(source), use_cache=True), stock)
+    torch.testing.assert_close(said(attention.load(source, cache_dtype="float32")), stock, rtol=1e-4, atol=1e-4)
+    for form in ("int8", "int4"):
+        with torch.inference_mode():
+            whole = attention.load(source, cache_dtype=form)(ids).logits
+        lost = (whole - stock).norm()
+        # A number between two codes is rounded to either: the class computes in fp32.
+        assert (said(attention.load(source, cache_dtype=form)) - whole).norm() < 0.1 * lost
+        assert 0 < lost < 0.5 * stock.norm()
+    with pytest.raises(Refusal, match="it attends through 'eager', and must attend through 'sdpa'"):
+        attention.pack(AutoModelForCausalLM.from_pretrained(source))
+
+
 # ---- a type that nobody has seen -------------------------------------------------------------------------------------------
 
 
@@ -287,12 +400,13 @@ class OddConfig(PretrainedConfig):
 
     def __init__(
         self, width: int = 48, heads: int = 4, groups: int = 2, size: int = 12, depth: int = 3, words: int = VOCABULARY,
-        sliding_window: int | None = 5, gate: bool = False, shift: float = 0.0, scale: float = 0.37, **kwargs: Any,
+        sliding_window: int | None = 5, gate: bool = False, shift: float = 0.0, scale: float = 0.37, drain: str = "",
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim = width, heads, groups, size
         self.num_hidden_layers, self.vocab_size, self.max_position_embeddings = depth, words, 512
         self.sliding_window, self.gate, self.shift, self.scale, self.norm_eps = sliding_window, gate, shift, scale, 1e-5
-        self.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+        self.rope_parameters, self.drain = {"rope_type": "default", "rope_theta": 500.0}, drain
         super().__init__(**kwargs)
 
 
@@ -309,6 +423,8 @@ class OddMixing(nn.Module):
         self.of_look, self.of_lock = (nn.RMSNorm(size, eps=config.norm_eps) for _ in range(2))
         if config.gate:
             self.valve = nn.Linear(width, config.num_attention_heads * size, bias=False)
+        if config.drain:
+            self.drains = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         c = self.config
@@ -325,7 +441,11 @@ class OddMixing(nn.Module):
         distance = positions[0, :, None] - positions[0]
         hidden = (distance < 0) | (distance >= (c.sliding_window or 1 << 30))
         logits = (q @ k.mT).masked_fill(hidden, -torch.inf) + c.shift * distance.clamp_min(0).sqrt()
-        mixed = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        if c.drain == "factor":
+            logits = logits * self.drains[:, None, None]
+        if c.drain == "sink":
+            logits = torch.cat((logits, self.drains[None, :, None, None].expand(*logits.shape[:-1], 1)), -1)
+        mixed = (logits.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2).flatten(2)
         return self.leave(mixed * self.valve(states).sigmoid() if c.gate else mixed)
 
 
@@ -388,6 +508,18 @@ def test_a_type_that_nobody_has_seen_is_read() -> None:
     assert (norm.name, norm.gain_offset) == ("floors.1.ahead", 0.0)
     assert family.adds_output
     assert family.without_latent
+
+
+def test_its_sinks_are_found_whatever_their_name() -> None:
+    family = find(OddConfig(drain="sink"))
+    assert isinstance(family, Found)
+    assert family.sinks == "drains"
+    assert "floors.1.mixing.drains" in family.shapes(OddConfig(), 1)
+
+
+def test_another_number_for_each_head_is_named() -> None:
+    with pytest.raises(Refusal, match="RoPE, windows and scales, with drains as sinks, do not explain what layer 0 computes"):
+        find(OddConfig(drain="factor"))
 
 
 def test_its_gate_is_named() -> None:

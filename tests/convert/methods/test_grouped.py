@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +49,20 @@ def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) ->
         assert merged.v.shape == (groups, 6, 10)
         assert merged.k.dtype == a.k.dtype
         assert torch.isfinite(run(merged)).all()
+
+
+@pytest.mark.parametrize("method", GROUPED)
+def test_sinks_of_merged_heads_stay(method: str) -> None:
+    sinks = torch.arange(8).bfloat16()
+    assert merge(method, replace(record(), sinks=sinks), 2).sinks is sinks
+
+
+def test_sinks_follow_their_query_heads() -> None:
+    a = replace(with_rope(record(heads=8, groups=4)), sinks=torch.linspace(-2, 2, 8))
+    moved = reordered(a, [2, 0, 3, 1])
+    assert torch.equal(moved.sinks, a.sinks[[4, 5, 0, 1, 6, 7, 2, 3]])
+    assert loss(a, moved) < 1e-6
+    assert loss(a, replace(moved, sinks=a.sinks)) > 1e-2
 
 
 @settings(max_examples=15, deadline=None)

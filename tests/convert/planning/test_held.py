@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from found_types import SHARING, small
+from found_types import SHARING, SINKS, small
 from latents import logits_of, same_logits
 from tiny import random_model, save_tokenizer
 from written import Convert, ok
@@ -29,7 +29,7 @@ def source(config: Any, path: Path) -> Source:
     return Source.parse(str(path))
 
 
-@pytest.mark.parametrize("model_type", [name for name in SHARING if name != "hunyuan_v1_moe"])
+@pytest.mark.parametrize("model_type", [name for name in SHARING if name not in ("hunyuan_v1_moe", *SINKS)])
 def test_kvfolds_class_holds_what_experiments_found(model_type: str, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
     require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
