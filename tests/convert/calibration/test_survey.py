@@ -83,6 +83,7 @@ def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
         torch.testing.assert_close(getattr(found, name), tensor, rtol=1e-4, atol=1e-4)
     assert found.sunk is not None
     assert found.sunk[-2] > 0.05
+    assert found.shrunk(27, None).sunk is found.sunk
     # The same with the constant as one more channel of the input, which nothing reads.
     a = replace(a, **{name: torch.nn.functional.pad(getattr(a, name), (0, 1)) for name in "qkv"})
     of_constant = attended(a, torch.nn.functional.pad(x, (0, 1), value=1))
