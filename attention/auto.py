@@ -6,9 +6,26 @@ from typing import Any
 
 
 def auto_class(config: Any) -> Any:
-    """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a config that only the latter has a class for."""
+    """`AutoModelForCausalLM` or `AutoModelForImageTextToText`: whichever has a class for the config.
+
+    If both have one, the class that config.json names decides, and without a name the former.
+    """
     import transformers
 
-    alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    pictures = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return transformers.AutoModelForImageTextToText if pictures and not alone else transformers.AutoModelForCausalLM
+    autos = {
+        transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.AutoModelForImageTextToText: transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    found = [auto for auto, mapping in autos.items() if type(config) in mapping]
+    if len(found) > 1:
+        named = config.architectures or ()
+        found = [auto for auto in found if autos[auto][type(config)].__name__ in named] or found
+    return found[0] if found else transformers.AutoModelForCausalLM
+
+
+def has_class(config: Any) -> bool:
+    """Whether transformers has a language model of this config."""
+    import transformers
+
+    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return any(type(config) in mapping for mapping in mappings)

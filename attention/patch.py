@@ -60,6 +60,11 @@ LATENT: dict[type[nn.Module], type[nn.Module]] = {
 }
 _before_own = cache(partial(_before, mixin=OwnLatentAttention))
 _OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
+# Arguments of `from_pretrained` that say which files are read.
+_OF_HUB = {
+    "trust_remote_code", "revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download",
+    "proxies",
+}  # fmt: skip
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -80,8 +85,10 @@ def load(
     form = None if cache_dtype is None else format_named(cache_dtype)
     if said := unlike_ours(Path(path)):
         _log.warning(said)
-    own = {name: arguments[name] for name in ("trust_remote_code", "revision") if name in arguments}
-    made = auto_class(AutoConfig.from_pretrained(path, **own)).from_pretrained(path, **arguments)
+    config = arguments.get("config")
+    if config is None or isinstance(config, str | Path):
+        config = AutoConfig.from_pretrained(config or path, **{name: arguments[name] for name in _OF_HUB & arguments.keys()})
+    made = auto_class(config).from_pretrained(path, **arguments)
     model = prepared(keep_caps(made), when=when, backend=backend)
     return model if form is None else store_encoded(model, form.name)
 

@@ -73,9 +73,10 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> t
     if a.rounding is not None:
         key, latent = rounded(key, a.rounding, "rope"), rounded(latent, a.rounding, "latent")
     rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_projected(read, a.q_rope, a.q_rope_bias), positions), key)
-    nope = torch.einsum("bhtd,hdr,bsr->bhts", _projected(read, a.q_nope, a.q_nope_bias), a.up_k, latent)
+    keys = torch.einsum("hdr,bsr->bhsd", a.up_k, latent)
+    nope = torch.einsum("bhtd,bhsd->bhts", _projected(read, a.q_nope, a.q_nope_bias), keys)
     weights = _attention((nope + rope) * a.scale, a.scoring)
-    context = torch.einsum("bhts,hdr,bsr->bhtd", weights, a.up_v, latent)
+    context = torch.einsum("bhts,bhsd->bhtd", weights, torch.einsum("hdr,bsr->bhsd", a.up_v, latent))
     out = torch.einsum("bhtd,ehd->bte", context, a.o)
     return out if a.o_bias is None else out + a.o_bias
 

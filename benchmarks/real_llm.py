@@ -14,8 +14,8 @@ by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that 
 the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
 portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
-2,048, with recall: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report,
-with the curve of quality against bytes, curve.svg).
+2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, with the
+curve of quality against bytes, curve.svg). Last, how well each of these copies is measured (DIR/recall), which takes longest.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -59,7 +59,7 @@ DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choo
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
-RECALL = 65536  # tokens that the probe reads
+RECALL = 300_000  # tokens that the probe costs as much as: it reads long sequences
 
 
 def make_smollm(path: Path) -> None:
@@ -225,8 +225,11 @@ def main(arguments: list[str] | None = None) -> None:
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
-    rows = 2 + len(wanted) + len(given.formats) * (1 + sum(not is_baseline(step.name) for step in wanted))
-    tokens += rows * (len(CONTEXTS) * given.max_tokens + RECALL)
+    mixed = sum(step.name.endswith("-mixed") for step in wanted)
+    given.formats = [form for form in given.formats if form != "mixed" or mixed]  # a model may not take it
+    compared = 1 + sum(not is_baseline(step.name) for step in wanted)
+    rows = 2 + len(wanted) + len([form for form in given.formats if form != "mixed"]) * compared + mixed
+    tokens += 2 * rows * (len(CONTEXTS) * given.max_tokens + RECALL // 2)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
@@ -238,11 +241,16 @@ def main(arguments: list[str] | None = None) -> None:
         paths += healed(paths, named, given.heal)
     of_papers = [path for path in paths if is_baseline(path.name)]
     own = [path for path in paths if path not in of_papers]
-    for name, compared, formats in (("report", own, given.formats), ("baselines", of_papers, [])):
+    for name, compared, formats in (
+        ("report", own, given.formats),
+        ("baselines", of_papers, []),
+        ("recall", paths, given.formats),
+    ):
+        contexts, recall = (CONTEXTS[:1], True) if name == "recall" else (CONTEXTS, False)
         output = given.directory / name
-        evaluate([model, *compared], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
+        evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens, recall=recall,
                  cache_dtype=formats, output=output)  # fmt: skip
-        print((output / "report.md").read_text(encoding="utf-8"))
+        print((output / "report.md").read_text(encoding="utf-8"), flush=True)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
 
 

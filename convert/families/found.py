@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from attention import rope
+from attention.auto import has_class
 from attention.errors import Refusal
 from attention.record import Attention, Record
 from attention.scoring import Scoring
@@ -32,7 +33,8 @@ from convert.families.inside import Inside
 from convert.families.latent import LatentLayout
 from convert.families.names import NameTable
 from convert.families.separate import NormRow, SeparateProjections
-from convert.families.twin import Call, Twin, computed, disproof, kinds, mixes_otherwise, near
+from convert.families.twin import OTHER, Call, Twin, computed, disproof, kinds, mixes_otherwise, near
+from eval.machine.capacity import without_weights
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
@@ -69,10 +71,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Found(SeparateProjections):
-    """A family that experiments have found, for configs that differ in nothing but their sizes.
+    """A family that experiments have found for one config, and for what becomes of it.
 
     Attributes:
         projections: The names of the projections of queries, keys, values and outputs in the attention's module.
+        lists: The names of the config's lists that have an entry for each layer.
         readings: What each kind of layer computes (`convert.families.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
@@ -80,6 +83,7 @@ class Found(SeparateProjections):
     """
 
     projections: tuple[str, ...] = _PARTS
+    lists: tuple[str, ...] = ()
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: InputNorm | None = None
     far_queries: float | None = None
@@ -100,7 +104,7 @@ class Found(SeparateProjections):
         return super().unreadable(_decoder(config))
 
     def reading(self, config: Any, layer: int) -> Reading:
-        return dict(self.readings)[kinds(config)[layer]]
+        return dict(self.readings)[kinds(config, self.lists)[layer]]
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
         return self.reading(config, layer).rotary(_decoder(config), self.spec(config).head_dim, layer)
@@ -182,16 +186,16 @@ def _found_or_refused(config: Any) -> Family | Refusal:
 
 
 def _found(config: Any) -> Family:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Unread("transformers has no causal LM of it")
+    if not has_class(config):
+        raise Unread("transformers has no language model of it")
     try:
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     except Exception as error:  # whatever a class that nobody knows may raise
         raise Unread(f"a small model of its class does not run ({type(error).__name__}: {str(error)[:160]})") from None
     family = _inside(config, twin) or _like_a_row(config, twin)
+    if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
+        return family
     if family is None:
         layers, module, names = _projections(twin, calls, spec)
         family = _Search(twin, spec, calls, layers, module, names).family(config)
@@ -199,9 +203,31 @@ def _found(config: Any) -> Family:
             if not (factor := _factor_of_queries(family, twin)):
                 raise Unexplained(wrong)
             family = replace(family, far_queries=factor)
+    if calls[family.module(0)].times:
+        raise Unread("its layers run several times")
+    if wrong := disproof(family, Twin(config, OTHER), [0]) or _uneven(family, config, twin):
+        raise Unexplained(wrong)
     if mixes_otherwise(twin, [family.output(layer) for layer in range(len(twin.layers))]):
         raise Unread("something besides its attention mixes tokens")
     return family
+
+
+def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
+    """A layer of the class itself whose attention is set otherwise than the first of its kind, which the twin has; or None."""
+    model = without_weights(config)
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(family.spec(config).num_layers)]
+    numbers = {name for name in found[0] if len({settings.get(name) for settings in found}) == len(found) > 1}
+    for layer, kind in enumerate(kinds(config, twin.lists)):
+        settings = {name: value for name, value in found[layer].items() if name not in numbers}
+        if first.setdefault(kind, settings) != settings:
+            names = ", ".join(sorted(name for name, value in settings.items() if first[kind].get(name) != value))
+            return f"layer {layer} has another {names} than layers like it, and config.json does not say so"
+    return None
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
 
 
 def _inside(config: Any, twin: Twin) -> Family | None:
@@ -212,9 +238,11 @@ def _inside(config: Any, twin: Twin) -> Family | None:
     row = FAMILIES[decoder.model_type].for_config(decoder)
     path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
     family = Inside(row, path, config.model_type)
-    if isinstance(row, LatentLayout):  # kvfold wrote it, and random weights do not have its constants
+    if isinstance(row, LatentLayout):  # as kvfold writes it; random weights do not have its constants
         return family
-    return family if disproof(family, twin) is None else None
+    with contextlib.suppress(Exception):  # a stray field, which another family knows better
+        return family if disproof(family, twin) is None else None
+    return None
 
 
 def _factor_of_queries(family: Found, twin: Twin) -> float | None:
@@ -237,6 +265,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
             family = copy.copy(row.for_config(twin.config))
             object.__setattr__(family, "model_type", config.model_type)
+            object.__setattr__(family, "in_engines", False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
             wanted = {
                 name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(twin.config, layer).items()
@@ -340,6 +369,7 @@ class _Search:
             shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
             attention_path=self.path,
             projections=self.names,
+            lists=self.twin.lists,
             rope_stride=self._rope_stride(),
             input=self._input_norm(),
             adds_output=self._adds_output(),
@@ -347,8 +377,9 @@ class _Search:
         family = replace(family, sinks=self._sinks(family))
         self._require_no_more(family)
         readings: dict[tuple[Any, ...], Reading] = {}
-        for layer, kind in enumerate(kinds(self.twin.config)):
-            found = self._reading(replace(family, readings=((kind, Reading()),)), layer)
+        for layer, kind in enumerate(kinds(self.twin.config, self.twin.lists)):
+            scales = [reading.scale for reading in readings.values()]  # one that was fitted is found again, exactly
+            found = self._reading(replace(family, readings=((kind, Reading()),)), layer, scales)
             if readings.setdefault(kind, found) != found:
                 raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
         if len({reading.scale for reading in readings.values()}) > 1:
@@ -417,7 +448,7 @@ class _Search:
                 return row
         return None
 
-    def _reading(self, family: Found, layer: int) -> Reading:
+    def _reading(self, family: Found, layer: int, scales: Sequence[float]) -> Reading:
         """What a layer's attention computes."""
         config, path = self.twin.decoder, family.module(layer)
         state, call = self.twin.state, self.calls[path]
@@ -426,9 +457,9 @@ class _Search:
         kept = [
             value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
         ]
-        scales = dict.fromkeys([self.spec.head_dim**-0.5, *kept])
+        candidates = dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept])
         for reading, window, cap, scale in itertools.product(
-            self._rotations(), [None, *windows], [False, *([True] if getattr(config, SOFTCAP, None) else [])], scales
+            self._rotations(), [None, *windows], [False, *([True] if getattr(config, SOFTCAP, None) else [])], candidates
         ):
             tried = replace(reading, window=window, cap=cap, scale=scale)
             rotary = tried.rotary(config, self.spec.head_dim, layer)

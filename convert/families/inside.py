@@ -81,6 +81,9 @@ class Inside(Family):
     def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
         return self.inner.unshared(part(config), spec)
 
+    def class_kv_heads(self, config: Any) -> int:
+        return self.inner.class_kv_heads(part(config))
+
     def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
         return self.inner.sharing(part(config), spec)
 

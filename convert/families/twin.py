@@ -26,16 +26,39 @@ if TYPE_CHECKING:
     from attention.record import Record
     from convert.families.base import Family
 
-_TEXT = 20  # tokens: more than windows, and than any length that has to be passed for another behaviour
-_SHORT = 6  # what such lengths become
-_LENGTHS = re.compile("window|chunk|original_max_position")
+_SHORT = 6  # tokens: what windows become, and lengths from which on a class does something else, so that texts pass them
+_LENGTHS = re.compile("window|chunk|original_max_position|span|horizon")
 _WIDTHS = re.compile("intermediate|ffn|n_inner|mlp_hidden")
-_VOCABULARY, _MLP, _HEADS, _EXPERTS, _FEW = 64, 32, 4, 16, 4
-_SIZE = 1.6  # of weights, over the root of their inputs: logits reach a cap, and no softmax is flat
+_VOCABULARY, _MLP, _EXPERTS = 64, 32, 16
 _MOST = 300_000_000  # parameters
+_FAR = 1 << 13  # position, at which angles are still exact enough to show a scale that is wrong by a hundredth
 _FARTHEST = 1 << 17  # position; a class whose angles are fp32 is too inexact beyond
 EQUAL = 2e-5  # of the size of an output: what fp32 rounds
 _ANGLE = 1e-7  # the same for each position that a text starts at: what fp32 angles cost
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a twin has of everything.
+
+    Attributes:
+        heads: Query heads; two share a KV head.
+        layers: The first layers of the source, besides one of each kind.
+        tokens: Of its text.
+        weights: Their size, over the root of their inputs. At 1.6 logits reach a cap, and no softmax is flat.
+        equal: What an output may differ by, relative to its largest value.
+    """
+
+    heads: int = 4
+    layers: int = 4
+    tokens: int = 20
+    weights: float = 1.6
+    equal: float = EQUAL
+
+
+SMALL = Shape()
+# Shows what depends on the width, on layers further on, on longer texts, and clamps that only large numbers reach.
+OTHER = Shape(6, 13, 400, 5.0, 2e-3)
 
 
 @dataclass(frozen=True)
@@ -46,11 +69,13 @@ class Call:
         read: Its input.
         gave: Its output, the first of several.
         cosines: Of RoPE, `[…, T, columns]`, if it was given any.
+        times: How often the module was called before.
     """
 
     read: torch.Tensor
     gave: torch.Tensor
     cosines: torch.Tensor | None = None
+    times: int = 0
 
 
 class Twin:
@@ -59,17 +84,20 @@ class Twin:
     Of a class that has a decoder inside, all else stays without weights.
 
     Attributes:
+        shape: Its sizes.
         config: The small config.
+        lists: The names of the source's lists that have an entry for each layer.
         layers: The source's layer that each layer of the twin stands for.
         model: The class, with random weights.
         stored: The names of parameters and buffers in checkpoints by those in the class, to which loading may rename them.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, shape: Shape = SMALL) -> None:
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
 
-        self.config, self.layers = _shrunk(config)
+        self.shape, self.lists = shape, per_layer(config)
+        self.config, self.layers = _shrunk(config, shape)
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
         with _silent(), init_empty_weights(include_buffers=False), no_init_weights():
             self.model = auto_class(self.config).from_config(self.config, dtype=torch.float32, **kinds).eval()
@@ -89,7 +117,7 @@ class Twin:
         for name, weight in found:
             drawn = torch.randn(weight.shape, generator=generator)
             # gains and biases are vectors
-            value = drawn * _SIZE * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.6 + 0.4 * drawn
+            value = drawn * self.shape.weights * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.6 + 0.4 * drawn
             set_module_tensor_to_device(self.model, name, "cpu", value=value)
         self.model.tie_weights()
         self.model.requires_grad_(False)
@@ -115,7 +143,7 @@ class Twin:
     @property
     def farthest(self) -> int:
         """The last position that a text can start at."""
-        return max(0, min(getattr(self.decoder, "max_position_embeddings", None) or 0, _FARTHEST) - _TEXT)
+        return max(0, min(getattr(self.decoder, "max_position_embeddings", None) or 0, _FARTHEST) - self.shape.tokens)
 
     def calls(self, start: int = 0) -> dict[str, Call]:
         """The calls of all modules by path, in a forward pass over a text whose first position is `start`."""
@@ -127,18 +155,24 @@ class Twin:
                 gave = output[0] if isinstance(output, tuple) else output
                 if given is not None and isinstance(gave, torch.Tensor):
                     angles = kwargs.get("position_embeddings")
-                    found[path] = Call(given, gave, angles[0] if isinstance(angles, tuple) else None)
+                    times = found[path].times + 1 if path in found else 0
+                    found[path] = Call(given, gave, angles[0] if isinstance(angles, tuple) else None, times)
 
             return hook
 
         modules = self.model.named_modules()
         handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules]
         try:
-            self.logits(text(), start)
+            self.logits(self.text(), start)
         finally:
             for handle in handles:
                 handle.remove()
         return found
+
+    def text(self) -> torch.Tensor:
+        """Tokens `[1, T]`."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(3, _VOCABULARY - 1, (1, self.shape.tokens), generator=generator)
 
     def logits(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Of tokens `[1, T]`, whose first position is `start` if the class takes positions."""
@@ -174,11 +208,6 @@ def _is_states(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def text() -> torch.Tensor:
-    """Tokens `[1, T]` for a twin."""
-    return torch.randint(3, _VOCABULARY - 1, (1, _TEXT), generator=torch.Generator().manual_seed(1))
-
-
 def near(a: torch.Tensor, b: torch.Tensor, share: float = EQUAL) -> bool:
     """Whether they differ by at most a share of the larger's largest value."""
     return a.shape == b.shape and bool((a - b).abs().max() <= share * b.abs().max())
@@ -195,11 +224,11 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
     Args:
         family: Of the class.
         twin: Of the class.
-        starts: Positions at which the texts begin; without any, the first and the last possible one.
+        starts: Positions at which the texts begin; without any, the first, a far one and the last possible one.
     """
     state = {name: tensor.double() for name, tensor in twin.state.items() if tensor.is_floating_point()}
     clip = family.traits(twin.config).clip
-    for start in dict.fromkeys(starts or (0, twin.farthest)):
+    for start in dict.fromkeys(starts or (0, min(_FAR, twin.farthest), twin.farthest)):
         calls = twin.calls(start)
         for layer, stands_for in enumerate(twin.layers):
             module, output, wanted = family.module(layer), family.output(layer), family.shapes(twin.config, layer)
@@ -210,7 +239,7 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
             if clip is not None and isinstance(ours, Attention):
                 ours = ours.on_projected_inputs(clip)
             read, gave = calls[module].read.double(), calls[output].gave.double()
-            if not near(computed(ours, read, start), gave, EQUAL + start * _ANGLE):
+            if not near(computed(ours, read, start), gave, twin.shape.equal + start * _ANGLE):
                 return f"layer {stands_for} computes something else than its config says, at positions from {start} on"
     return None
 
@@ -221,17 +250,21 @@ def mixes_otherwise(twin: Twin, outputs: Sequence[str]) -> bool:
         for path in outputs:
             for parameter in twin.model.get_submodule(path).parameters():
                 parameter.zero_()
-    usual, changed = text(), text()
+    usual, changed = twin.text(), twin.text()
     changed[0, 0] = 3 if changed[0, 0] != 3 else 4
     return not near(twin.logits(usual)[:, 1:], twin.logits(changed)[:, 1:])
 
 
-def kinds(config: Any) -> list[tuple[Any, ...]]:
-    """What the config says of each layer, by lists that have one entry for each; layers of a kind have the same."""
+def kinds(config: Any, lists: Sequence[str]) -> list[tuple[Any, ...]]:
+    """What the config says of each layer in these lists; layers of a kind have the same."""
     config = config.get_text_config(decoder=True)
-    count = config.num_hidden_layers
-    lists = [value for _, value in sorted(vars(config).items()) if _is_per_layer(value, count)]
-    return [tuple(value[layer] for value in lists) for layer in range(count)]
+    return [tuple(getattr(config, name)[layer] for name in lists) for layer in range(config.num_hidden_layers)]
+
+
+def per_layer(config: Any) -> tuple[str, ...]:
+    """The names of a config's lists that have one entry for each layer."""
+    config = config.get_text_config(decoder=True)
+    return tuple(sorted(name for name, value in vars(config).items() if _is_per_layer(value, config.num_hidden_layers)))
 
 
 def _is_per_layer(value: Any, count: int) -> bool:
@@ -240,13 +273,14 @@ def _is_per_layer(value: Any, count: int) -> bool:
     return all(isinstance(one, (str, int, float, type(None))) for one in value) and len(set(value)) < count  # else indices
 
 
-def _shrunk(whole: Any) -> tuple[Any, list[int]]:
+def _shrunk(whole: Any, shape: Shape) -> tuple[Any, list[int]]:
     """The small config, and the source's layers that its own stand for: the first few, and one of each kind."""
     changed, config = copy.deepcopy(whole), whole.get_text_config(decoder=True)
-    small, per_layer, count = changed.get_text_config(decoder=True), kinds(whole), config.num_hidden_layers
-    kept = sorted({*range(min(count, _FEW)), *(per_layer.index(kind) for kind in per_layer)})
+    small, lists, count = changed.get_text_config(decoder=True), per_layer(whole), config.num_hidden_layers
+    of_layers = kinds(whole, lists)
+    kept = sorted({*range(min(count, shape.layers)), *(of_layers.index(kind) for kind in of_layers)})
     for name, value in vars(config).items():
-        if _is_per_layer(value, count):
+        if name in lists:
             setattr(small, name, [value[layer] for layer in kept])
         elif isinstance(value, int) and not isinstance(value, bool):
             if _LENGTHS.search(name) and value > _SHORT:
@@ -258,22 +292,23 @@ def _shrunk(whole: Any) -> tuple[Any, list[int]]:
             elif name.endswith("_token_id") and value >= _VOCABULARY:
                 setattr(small, name, _VOCABULARY - 1)
     small.num_hidden_layers, small.vocab_size = len(kept), _VOCABULARY
-    _narrow(small, config)
+    _narrow(small, config, shape.heads)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict):
         small.rope_parameters = _shortened(rope)
     return changed, kept
 
 
-def _narrow(small: Any, config: Any) -> None:
+def _narrow(small: Any, config: Any, few: int) -> None:
     """Make heads few, and the model as narrow as that makes it. Two query heads share a KV head where the config can say so."""
     heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    stated = getattr(config, "head_dim", None)
+    dim = stated or config.hidden_size // heads
     one_or_all = getattr(config, "kv_lora_rank", None) or hasattr(config, "multi_query")
-    small.num_attention_heads = _HEADS
+    small.num_attention_heads = few
     for name in ("num_key_value_heads", "num_kv_heads"):
         if (groups := getattr(config, name, None)) is not None:
-            setattr(small, name, min(groups, _HEADS) if one_or_all else _HEADS // 2)
-    small.hidden_size = (_HEADS if config.hidden_size == heads * dim else _HEADS + 1) * dim
+            setattr(small, name, min(groups, few) if one_or_all else few // 2)
+    small.hidden_size = (few + 1 if stated and config.hidden_size != heads * dim else few) * dim
 
 
 def _shortened(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ What autograd keeps of a forward pass is counted in one that computes nothing: t
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from eval.machine.capacity import count_parameters
 from eval.machine.device import compute_device
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from convert.healing.plan import HealPlan
 
@@ -83,6 +84,19 @@ def _trained(plan: HealPlan, model: Any, names: Collection[str]) -> int:
     )
 
 
+@contextlib.contextmanager
+def _without_grouped_products() -> Iterator[None]:
+    """Experts by transformers' own operation: torch's grouped products take tensors without numbers in bfloat16 alone."""
+    from transformers.integrations import moe
+
+    asked = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = asked
+
+
 def _activations(plan: HealPlan, names: Collection[str]) -> int:
     """Bytes that autograd keeps of one forward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,7 +109,7 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
         seen.setdefault(storage._cdata, storage)
         return tensor
 
-    with FakeTensorMode(), no_init_weights():
+    with FakeTensorMode(), no_init_weights(), _without_grouped_products():
         student = auto_class(plan.converted.config).from_config(
             plan.converted.config, dtype=torch.float32, trust_remote_code=plan.converted.trust_remote_code
         )

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
-_OUTER = ("architectures", "auto_map")  # keys that only the outermost config has
-
 
 class InsideClass(Host):
     """The class of a model with a decoder inside, which becomes one that a stock class holds.
@@ -30,7 +28,7 @@ class InsideClass(Host):
     def __init__(self, inner: Host) -> None:
         self.inner = inner
         self.name, self.served_by = f"its own class around {inner.name}", "no engine was tried"
-        self.opened_by, self.remarks, self.replaces = inner.opened_by, inner.remarks[:1], inner.replaces
+        self.opened_by, self.remarks, self.replaces = inner.opened_by, inner.remarks, inner.replaces
         self.families = frozenset()
 
     def layout(self, family: Family) -> Family:
@@ -44,7 +42,7 @@ class InsideClass(Host):
             return reason
         made = part(self.sized({**config.to_dict(), "text_config": part(config).to_dict()}, config, target))
         if made.model_type != self.inner.layout(family.inner).model_type:
-            return f"{config.model_type} has a decoder class of its own, {made.model_type}"
+            return f"the class of {config.model_type} always builds {made.model_type} as its decoder"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -60,8 +58,7 @@ class InsideClass(Host):
         return self.inner.notes(part(config))
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        decoder = self.inner.config(raw["text_config"], part(config), target, rotary)
-        return {**raw, "text_config": {key: value for key, value in decoder.items() if key not in _OUTER}}
+        return {**raw, "text_config": self.inner.config(raw["text_config"], part(config), target, rotary)}
 
 
 HOST = InsideClass(deepseek_v3.HOST)

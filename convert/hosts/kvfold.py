@@ -114,7 +114,7 @@ class Kvfold(Host):
             return f"it is built around {stock.name}: {reason}"
         if inner.get_text_config(decoder=True) is not inner:
             return "its decoder is inside another model, and the class holds decoders alone"
-        if inner.model_type not in self.families and (family.in_engines or not target.kv_lora_rank):
+        if inner.model_type not in self.families and (family.in_engines or not target.kv_lora_rank or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
         if not family.has_heads and not traits.latent_norm:
             return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"

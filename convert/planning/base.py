@@ -214,6 +214,11 @@ def _refuse_foreign(source: Source) -> None:
             "classes of transformers",
             hint="`convert families` lists what can be read; `convert eval --trust-remote-code` runs that code to measure it",
         )
+    if getattr(source.decoder, "is_causal", True) is False:
+        raise Refusal(
+            f"{source.reference} reads text both ways (is_causal is false in config.json)",
+            hint="choose a model that reads forwards: only such a model has a KV cache",
+        )
     if getattr(source.config, "is_encoder_decoder", False):
         raise Refusal(
             f"{source.reference} is an encoder–decoder (model type {name!r}): its decoder attends to an encoder's states, too",

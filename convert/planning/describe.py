@@ -284,7 +284,7 @@ def _found() -> list[str]:
     """What experiments read."""
     return [
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
-        f"the same of decoders inside other models, and others like them: {', '.join(INSIDE)}",
+        f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
     ]
 
 

@@ -33,13 +33,13 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
     """
     if family.in_engines or family.needs_code or host.kind != "kvfold":
         return
-    from convert.families.twin import Twin, near, text
+    from convert.families.twin import Twin, near
 
     hint = "GQA and MQA stay in its own class"
     try:
         twin = Twin(source.config)
-        before = twin.logits(text())
-        after = _full_size(host, family, twin, method)(text(), use_cache=False).logits
+        before = twin.logits(twin.text())
+        after = _full_size(host, family, twin, method)(twin.text(), use_cache=False).logits
     except Exception as error:  # classes raise errors of many kinds
         said = f"a small model of {source.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
         raise Refusal(said, hint=hint) from None

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from attention.auto import auto_class
+from attention.auto import auto_class, has_class
 from attention.caps import keep_caps
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs.misfits import instead_of
@@ -55,10 +55,34 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
                 hint=step,
             )
         _require_floats(source, model)
+        if source.decoder is not source.config:
+            _require_forwards(source, model)
         if info["unexpected_keys"]:
             unused = sorted(map(str, info["unexpected_keys"]))
             _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
         yield keep_caps(model).eval()
+
+
+def _require_forwards(source: Source, model: Any) -> None:
+    """Refuse a model around a decoder that does not read text by itself, or not forwards.
+
+    Raises:
+        Failure: It wants more than text, or a later token changes the logits of an earlier one.
+    """
+    import torch
+
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]], device=model.device)
+    try:
+        with torch.inference_mode():
+            one, other = model(ids, use_cache=False).logits[:, :-1].float()
+    except Exception as error:  # classes raise errors of many kinds for what they lack
+        said = f"{source.reference} does not read text alone: {one_line(error, 200)}"
+        raise Failure(said, hint="choose a model that does: perplexity is of text") from error
+    if not torch.allclose(one, other, rtol=1e-2, atol=1e-2):
+        raise Failure(
+            f"{source.reference} does not read forwards: its logits depend on later tokens",
+            hint="choose a model that does: perplexity is of tokens from those before them",
+        )
 
 
 def _require_floats(source: Source, model: Any) -> None:
@@ -94,10 +118,7 @@ def compute_dtype(source: Source, dtype: str, device: str) -> str:
 
 def require_causal(source: Source) -> None:
     """Raise `Refusal` if the model is not a decoder-only language model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(source.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    known = known or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
+    known = has_class(source.config) or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
     if getattr(source.config, "is_encoder_decoder", False) or not known:
         raise Refusal(
             f"{source.reference} is not a decoder-only language model (model type {source.model_type!r})",

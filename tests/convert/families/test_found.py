@@ -263,7 +263,7 @@ def test_such_a_decoder_becomes_one_with_a_latent(model_type: str, convert: Conv
     before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
     assert model.config.text_config.model_type == "deepseek_v3"
     for name, tensor in model.state_dict().items():
-        assert ".self_attn." in name or torch.equal(tensor, before[name])
+        assert (".language_model.layers." in name and ".self_attn." in name) or torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize(
@@ -398,21 +398,23 @@ class OddConfig(PretrainedConfig):
     def __init__(
         self, width: int = 48, heads: int = 4, groups: int = 2, size: int = 12, depth: int = 3, words: int = VOCABULARY,
         sliding_window: int | None = 5, gate: bool = False, shift: float = 0.0, scale: float = 0.37, drain: str = "",
-        **kwargs: Any,
+        quirk: str = "", near_layers: tuple[int, ...] = (), **kwargs: Any,
     ) -> None:  # fmt: skip
         self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim = width, heads, groups, size
         self.num_hidden_layers, self.vocab_size, self.max_position_embeddings = depth, words, 512
         self.sliding_window, self.gate, self.shift, self.scale, self.norm_eps = sliding_window, gate, shift, scale, 1e-5
         self.rope_parameters, self.drain = {"rope_type": "default", "rope_theta": 500.0}, drain
+        self.quirk, self.near_layers = quirk, list(near_layers)
         super().__init__(**kwargs)
 
 
 class OddMixing(nn.Module):
     """Queries and keys rotate in neighbouring pairs and are normalised then; queries are scaled; a window."""
 
-    def __init__(self, config: OddConfig) -> None:
+    def __init__(self, config: OddConfig, number: int) -> None:
         super().__init__()
         self.config, width, size = config, config.hidden_size, config.head_dim
+        self.number, self.near = number, number in config.near_layers
         self.look = nn.Linear(width, config.num_attention_heads * size, bias=False)
         self.lock = nn.Linear(width, config.num_key_value_heads * size, bias=False)
         self.load = nn.Linear(width, config.num_key_value_heads * size, bias=False)
@@ -436,7 +438,10 @@ class OddMixing(nn.Module):
         q, k = self.of_look(rotated(q)) * c.scale, self.of_lock(rotated(k))
         k, v = (x.repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1) for x in (k, v))
         distance = positions[0, :, None] - positions[0]
-        hidden = (distance < 0) | (distance >= (c.sliding_window or 1 << 30))
+        short = 2 if self.near or (c.quirk == "layers" and self.number % 6 == 5) else 64 if c.quirk == "window" else 1 << 30
+        hidden = (distance < 0) | (distance >= min(short, c.sliding_window or 1 << 30))
+        q = q * c.hidden_size**0.5 if c.quirk == "width" else q
+        v = v.clamp(-8, 8) if c.quirk == "clamp" else v
         logits = (q @ k.mT).masked_fill(hidden, -torch.inf) + c.shift * distance.clamp_min(0).sqrt()
         if c.drain == "factor":
             logits = logits * self.drains[:, None, None]
@@ -447,9 +452,9 @@ class OddMixing(nn.Module):
 
 
 class OddLayer(nn.Module):
-    def __init__(self, config: OddConfig) -> None:
+    def __init__(self, config: OddConfig, number: int) -> None:
         super().__init__()
-        self.ahead, self.mixing = nn.RMSNorm(config.hidden_size, eps=config.norm_eps), OddMixing(config)
+        self.ahead, self.mixing = nn.RMSNorm(config.hidden_size, eps=config.norm_eps), OddMixing(config, number)
         self.beyond, self.thinking = (
             nn.RMSNorm(config.hidden_size, eps=config.norm_eps),
             nn.Linear(config.hidden_size, config.hidden_size),
@@ -466,7 +471,7 @@ class OddForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: OddConfig) -> None:
         super().__init__(config)
         self.words = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.floors = nn.ModuleList(OddLayer(config) for _ in range(config.num_hidden_layers))
+        self.floors = nn.ModuleList(OddLayer(config, number) for number in range(config.num_hidden_layers))
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -522,6 +527,38 @@ def test_another_number_for_each_head_is_named() -> None:
 def test_its_gate_is_named() -> None:
     with pytest.raises(Refusal, match="its attention has valve besides projections"):
         find(OddConfig(gate=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quirk": "width"},
+        {"quirk": "window", "sliding_window": None},
+        {"quirk": "layers", "depth": 12, "sliding_window": None},
+        {"quirk": "clamp"},
+        {"near_layers": (20,), "depth": 24, "sliding_window": None},
+    ],
+    ids=lambda changes: changes.get("quirk", "near layers"),
+)
+def test_what_a_small_twin_hides_is_found(changes: dict[str, Any]) -> None:
+    with pytest.raises(
+        Refusal, match=r"cannot be read: layer \d+ (computes something else than its config says|has another near)"
+    ):
+        find(OddConfig(**changes))
+    assert find(OddConfig(depth=changes.get("depth", 3), sliding_window=changes.get("sliding_window", 5)))
+
+
+@pytest.mark.parametrize("scale", [0.21, 0.83, 1.7])
+def test_a_scale_that_is_fitted_is_the_same_in_all_layers(scale: float) -> None:
+    config = OddConfig(scale=scale, sliding_window=None)
+    assert find(config).scale(config) == pytest.approx(scale, rel=1e-5)
+
+
+@pytest.mark.parametrize(("depth", "others"), [(8, [0, 0, 1, 1]), (6, [1, 2, 3, 4, 5, 1])])
+def test_lists_that_only_look_as_if_they_were_of_layers_do_no_harm(depth: int, others: list[int]) -> None:
+    config = OddConfig(depth=depth)
+    config.others = others
+    assert find(config).rotary(config, depth - 1) is not None
 
 
 def test_the_field_that_makes_it_differ_is_named() -> None:

@@ -110,6 +110,6 @@ def test_a_twin_has_layers_of_every_kind_and_stays_small() -> None:
     )  # fmt: skip
     twin = Twin(config)
     assert twin.layers == [0, 1, 2, 3, 20]
-    assert {kinds(config)[layer] for layer in range(30)} == set(kinds(twin.config))
+    assert set(kinds(config, twin.lists)) == set(kinds(twin.config, twin.lists))
     assert sum(parameter.numel() for parameter in twin.model.parameters()) < 2e5
     assert config.num_hidden_layers == 30, "the config itself stays"
