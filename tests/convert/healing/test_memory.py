@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convert import heal, mla
+from convert import gqa, heal, mla
 from convert.healing import memory
 from convert.healing.heads import hidden_states
 from convert.healing.memory import expected
@@ -69,3 +69,10 @@ def test_weights_count_by_what_is_kept_of_them(plan: HealPlan) -> None:
 def test_layers_that_are_computed_again_take_less(plan: HealPlan) -> None:
     less = replace(plan, options=replace(plan.options, checkpointing=True))
     assert expected(less)["activations"] < 0.5 * expected(plan)["activations"]
+
+
+def test_experts_are_counted_without_numbers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """torch's grouped products refuse float32 tensors that have shapes alone."""
+    gqa(checkpoint("qwen3_moe"), tmp_path / "gqa", groups=2, method="mean", no_text=True)
+    done = heal(tmp_path / "gqa", tmp_path / "out", text=TEXT, device="cpu", dry_run=True, tokens=1280, context=16)
+    assert expected(done.plan)["activations"] > 0
