@@ -17,7 +17,7 @@ from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
 from convert.families.reading import family_for
-from convert.hosts.base import Host, refuses_restarts
+from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
 
 if TYPE_CHECKING:
@@ -108,8 +108,6 @@ class Kvfold(Host):
         lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
         if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
-        if reason := refuses_restarts(family, rotaries[0] if rotaries else None):
-            return reason
         if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
         if inner.get_text_config(decoder=True) is not inner:

@@ -419,3 +419,24 @@ def test_heads_shared_behind_a_norm_become_a_latent_behind_it(
     ok(convert("mla", tmp_path / "out", tmp_path / "latent", *size, "--method", "svd"))
     expected = logits(tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "latent"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(
+    checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    """As Phi-3's own class does in generation; one forward pass has the frequencies of its length."""
+    from transformers import AutoModelForCausalLM
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0]}  # fmt: skip
+    source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=rope)
+    whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
+    ok(convert("mla", source, tmp_path / "out", *whole))
+    before, after = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "out"))
+    ids, asked = tokens(25, 1), {"max_new_tokens": 20, "do_sample": False}
+    with torch.inference_mode():
+        for length in (32, 33, 60):
+            torch.testing.assert_close(after(tokens(length)).logits, before(tokens(length)).logits, rtol=1e-4, atol=1e-4)
+        said = before.generate(ids, **asked)
+        assert torch.equal(after.generate(ids, **asked), said)
+        assert torch.equal(after.generate(ids, use_cache=False, **asked), said)
