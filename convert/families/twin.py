@@ -143,7 +143,13 @@ class Twin:
     @property
     def farthest(self) -> int:
         """The last position that a text can start at."""
-        return max(0, min(getattr(self.decoder, "max_position_embeddings", None) or 0, _FARTHEST) - self.shape.tokens)
+        return max(0, min(self._positions or 0, _FARTHEST) - self.shape.tokens)
+
+    @property
+    def _positions(self) -> int | None:
+        """How many positions the class has, if its config says."""
+        stated = getattr(self.decoder, "max_position_embeddings", None)
+        return stated if isinstance(stated, int) and stated > 0 else None
 
     def calls(self, start: int = 0) -> dict[str, Call]:
         """The calls of all modules by path, in a forward pass over a text whose first position is `start`."""
@@ -170,9 +176,9 @@ class Twin:
         return found
 
     def text(self) -> torch.Tensor:
-        """Tokens `[1, T]`."""
-        generator = torch.Generator().manual_seed(1)
-        return torch.randint(3, _VOCABULARY - 1, (1, self.shape.tokens), generator=generator)
+        """Tokens `[1, T]`, no more than there are positions."""
+        count, generator = min(self.shape.tokens, self._positions or self.shape.tokens), torch.Generator().manual_seed(1)
+        return torch.randint(3, _VOCABULARY - 1, (1, count), generator=generator)
 
     def logits(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Of tokens `[1, T]`, whose first position is `start` if the class takes positions."""
