@@ -23,13 +23,13 @@ from torch import nn
 
 from attention import rope
 from attention.auto import has_class
-from attention.errors import Refusal
+from attention.errors import Refusal, one_line
 from attention.record import Attention, Record
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, Family, InputNorm, Traits
-from convert.families.inside import Inside
+from convert.families.inside import Inside, decoder_of
 from convert.families.latent import LatentLayout
 from convert.families.names import NameTable
 from convert.families.separate import NormRow, SeparateProjections
@@ -92,7 +92,7 @@ class Found(SeparateProjections):
 
     def traits(self, config: Any) -> Traits:
         rotated = sum(self.reading(config, layer).pairing is not None for layer in range(self.spec(config).num_layers))
-        traits = replace(super().traits(_decoder(config)), layers_with_rotary=rotated, sinks=self.sinks is not None)
+        traits = replace(super().traits(decoder_of(config)), layers_with_rotary=rotated, sinks=self.sinks is not None)
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
@@ -101,26 +101,26 @@ class Found(SeparateProjections):
         return name
 
     def unreadable(self, config: Any) -> str | None:
-        return super().unreadable(_decoder(config))
+        return super().unreadable(decoder_of(config))
 
     def reading(self, config: Any, layer: int) -> Reading:
         return dict(self.readings)[kinds(config, self.lists)[layer]]
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
-        return self.reading(config, layer).rotary(_decoder(config), self.spec(config).head_dim, layer)
+        return self.reading(config, layer).rotary(decoder_of(config), self.spec(config).head_dim, layer)
 
     def window(self, config: Any, layer: int) -> int | None:
         return self.scoring(config, layer).window
 
     def scoring(self, config: Any, layer: int) -> Scoring:
-        return self.reading(config, layer).scoring(_decoder(config))
+        return self.reading(config, layer).scoring(decoder_of(config))
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        shapes = self._renamed(super().shapes(_decoder(config), layer), layer, _PARTS, self.projections)
+        shapes = self._renamed(super().shapes(decoder_of(config), layer), layer, _PARTS, self.projections)
         return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec(config).num_heads,)}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        record = super().split(self._renamed(tensors, layer, self.projections, _PARTS), _decoder(config), layer)
+        record = super().split(self._renamed(tensors, layer, self.projections, _PARTS), decoder_of(config), layer)
         return record if self.sinks is None else replace(record, sinks=tensors[self._of_sinks(layer)])
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
@@ -143,11 +143,6 @@ class Found(SeparateProjections):
         names = {prefix + before: prefix + after for before, after in zip(old, new, strict=True)}
         parted = ((*name.rpartition("."), tensor) for name, tensor in tensors.items())
         return {f"{names.get(module, module)}.{last}": tensor for module, _, last, tensor in parted}
-
-
-def _decoder(config: Any) -> Any:
-    """The part of a config that describes the decoder: of a model that has one inside, the rest is about something else."""
-    return config.get_text_config(decoder=True)
 
 
 class Unread(Exception):
@@ -188,11 +183,9 @@ def _found_or_refused(config: Any) -> Family | Refusal:
 def _found(config: Any) -> Family:
     if not has_class(config):
         raise Unread("transformers has no language model of it")
-    try:
+    with _running():
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
-    except Exception as error:  # whatever a class that nobody knows may raise
-        raise Unread(f"a small model of its class does not run ({type(error).__name__}: {str(error)[:160]})") from None
     family = _inside(config, twin) or _like_a_row(config, twin)
     if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
         return family
@@ -205,11 +198,25 @@ def _found(config: Any) -> Family:
             family = replace(family, far_queries=factor)
     if calls[family.module(0)].times:
         raise Unread("its layers run several times")
-    if wrong := disproof(family, Twin(config, OTHER), [0]) or _uneven(family, config, twin):
+    with _running():
+        wrong = disproof(family, Twin(config, OTHER), [0])
+    if wrong := wrong or _uneven(family, config, twin):
         raise Unexplained(wrong)
     if mixes_otherwise(twin, [family.output(layer) for layer in range(len(twin.layers))]):
         raise Unread("something besides its attention mixes tokens")
     return family
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """Whatever a class that nobody knows may raise, as a reason not to read it."""
+    try:
+        yield
+    except Unread:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(error, 160)}"
+        raise Unread(f"a small model of its class does not run ({said})") from None
 
 
 def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
@@ -232,7 +239,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 def _inside(config: Any, twin: Twin) -> Family | None:
     """The family of a decoder inside another model, if it has a row that is right."""
-    decoder = _decoder(config)
+    decoder = decoder_of(config)
     if decoder is config or decoder.model_type not in FAMILIES:
         return None
     row = FAMILIES[decoder.model_type].for_config(decoder)

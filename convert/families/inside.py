@@ -53,14 +53,14 @@ class Inside(Family):
         return self.inner.without_latent
 
     def for_config(self, config: Any) -> Family:
-        return self.holding(self.inner.for_config(part(config)))
+        return self.holding(self.inner.for_config(decoder_of(config)))
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        return self._moved(self.inner.shapes(part(config), layer), layer)
+        return self._moved(self.inner.shapes(decoder_of(config), layer), layer)
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
         ours, theirs = self.module(layer), self.inner.module(layer)
-        return self.inner.split({theirs + name.removeprefix(ours): t for name, t in tensors.items()}, part(config), layer)
+        return self.inner.split({theirs + name.removeprefix(ours): t for name, t in tensors.items()}, decoder_of(config), layer)
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         return self._moved(self.inner.join(record, spec, layer), layer)
@@ -76,45 +76,45 @@ class Inside(Family):
         return name
 
     def unreadable(self, config: Any) -> str | None:
-        return self.inner.unreadable(part(config))
+        return self.inner.unreadable(decoder_of(config))
 
     def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
-        return self.inner.unshared(part(config), spec)
+        return self.inner.unshared(decoder_of(config), spec)
 
     def class_kv_heads(self, config: Any) -> int:
-        return self.inner.class_kv_heads(part(config))
+        return self.inner.class_kv_heads(decoder_of(config))
 
     def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
-        return self.inner.sharing(part(config), spec)
+        return self.inner.sharing(decoder_of(config), spec)
 
     def traits(self, config: Any) -> Traits:
-        return self.inner.traits(part(config))
+        return self.inner.traits(decoder_of(config))
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
-        return self.inner.rotary(part(config), layer)
+        return self.inner.rotary(decoder_of(config), layer)
 
     def inner_window(self, config: Any, layer: int) -> int | None:
-        return self.inner.inner_window(part(config), layer)
+        return self.inner.inner_window(decoder_of(config), layer)
 
     def scale(self, config: Any) -> float:
-        return self.inner.scale(part(config))
+        return self.inner.scale(decoder_of(config))
 
     def slopes(self, config: Any) -> tuple[float, ...] | None:
-        return self.inner.slopes(part(config))
+        return self.inner.slopes(decoder_of(config))
 
     def window(self, config: Any, layer: int) -> int | None:
-        return self.inner.window(part(config), layer)
+        return self.inner.window(decoder_of(config), layer)
 
     def scoring(self, config: Any, layer: int) -> Scoring:
-        return self.inner.scoring(part(config), layer)
+        return self.inner.scoring(decoder_of(config), layer)
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
-        return self.inner.latent_dims(part(config), rope_dim)
+        return self.inner.latent_dims(decoder_of(config), rope_dim)
 
     def merges_norm_gains(self, config: Any) -> bool:
-        return self.inner.merges_norm_gains(part(config))
+        return self.inner.merges_norm_gains(decoder_of(config))
 
 
-def part(config: Any) -> Any:
+def decoder_of(config: Any) -> Any:
     """The part of a model's config that describes its decoder."""
     return config.get_text_config(decoder=True)

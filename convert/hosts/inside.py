@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.families.inside import Inside, part
+from convert.families.inside import Inside, decoder_of
 from convert.hosts import deepseek_v3
 from convert.hosts.base import Host
 
@@ -38,9 +38,9 @@ class InsideClass(Host):
     def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         if not isinstance(family, Inside):
             return "the class is for decoders inside other models, of types that are also read alone"
-        if reason := self.inner.refuses(family.inner, part(config), target):
+        if reason := self.inner.refuses(family.inner, decoder_of(config), target):
             return reason
-        made = part(self.sized({**config.to_dict(), "text_config": part(config).to_dict()}, config, target))
+        made = decoder_of(self.sized({**config.to_dict(), "text_config": decoder_of(config).to_dict()}, config, target))
         if made.model_type != self.inner.layout(family.inner).model_type:
             return f"the class of {config.model_type} always builds {made.model_type} as its decoder"
         return None
@@ -55,10 +55,10 @@ class InsideClass(Host):
         return self.inner.full_query_rank(width)
 
     def notes(self, config: Any) -> tuple[str, ...]:
-        return self.inner.notes(part(config))
+        return self.inner.notes(decoder_of(config))
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        return {**raw, "text_config": self.inner.config(raw["text_config"], part(config), target, rotary)}
+        return {**raw, "text_config": self.inner.config(raw["text_config"], decoder_of(config), target, rotary)}
 
 
 HOST = InsideClass(deepseek_v3.HOST)
