@@ -23,7 +23,7 @@ LATENT: dict[str, Any] = {
 FOUND = [name for name in reading.FOUND if name in CONFIG_MAPPING]  # some came after the oldest transformers
 LATENTS = ("axk1", "glm4_moe_lite", "youtu")
 UNSHARED = ("gpt-sw3", "modernbert-decoder")  # their classes ignore the number of KV heads
-SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # whose heads have sinks
+SINKS = [name for name in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint") if name in FOUND]  # whose heads have sinks
 SHARING = [name for name in FOUND if name not in (*LATENTS, *UNSHARED)]
 
 

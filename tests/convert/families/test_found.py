@@ -298,7 +298,7 @@ def test_sinks_are_found_and_come_back(model_type: str) -> None:
 
 
 def test_only_layers_that_rotate_are_counted_as_such() -> None:
-    config = small("flint", layer_types=["sliding_attention", "full_attention"] * 2)
+    config = small("exaone_moe", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
     family = find(config)
     assert [family.rotary(config, layer) is not None for layer in range(4)] == [True, False, True, False]
     assert family.traits(config).layers_with_rotary == 2
