@@ -11,11 +11,12 @@ from attention.errors import Refusal, one_line
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
 from convert.families.base import unmodelled_fields
+from convert.families.inside import decoder_of
 from convert.families.kvfold import KvfoldProjections
 
 _log = logging.getLogger("kvfold")
 
-# Model types of transformers without a row that experiments read, with an attention that config.json can make so.
+# Model types of transformers without a row that experiments read; tests make each from a small config.
 FOUND = (
     "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
     "glm4_moe_lite", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
@@ -59,7 +60,7 @@ def require_proved(family: Family, config: Any) -> None:
         twin = Twin(config)
         wrong = disproof(family.for_config(twin.config), twin)
     except Exception as error:  # classes raise errors of many kinds; then the proof of the tests stands
-        _log.warning("not proved whether %s change its attention: %s", ", ".join(odd), one_line(error, 200))
+        _log.warning("not proved whether %s change its attention: %s", ", ".join(odd) or "its settings", one_line(error, 200))
         return
     if wrong:
         raise Refusal(
@@ -82,13 +83,13 @@ def family_for(config: Any) -> Family:
     """The family of checkpoints with this config.
 
     Raises:
-        Refusal: As of `convert.families.family_of`, or of `convert.families.found.find`.
+        Refusal: As of `convert.families.family_of`, or of `convert.families.experiments.find`.
     """
     if config.model_type == MODEL_TYPE:
         return KvfoldProjections(family_for(_before_latents(config)))
-    alone = config.get_text_config(decoder=True) is config
+    alone = decoder_of(config) is config
     if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
         return family_of(config.model_type)
-    from convert.families.found import find  # takes torch
+    from convert.families.experiments import find  # takes torch
 
     return find(config)

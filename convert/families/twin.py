@@ -21,6 +21,7 @@ from accelerate.utils import set_module_tensor_to_device
 from attention.auto import auto_class
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
+from convert.families.inside import decoder_of
 
 if TYPE_CHECKING:
     from attention.record import Record
@@ -98,9 +99,9 @@ class Twin:
 
         self.shape, self.lists = shape, per_layer(config)
         self.config, self.layers = _shrunk(config, shape)
-        kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
         with _silent(), init_empty_weights(include_buffers=False), no_init_weights():
-            self.model = auto_class(self.config).from_config(self.config, dtype=torch.float32, **kinds).eval()
+            self.model = auto_class(self.config).from_config(self.config, dtype=torch.float32, **ways).eval()
         self.model.tie_weights()
         self._fill()
 
@@ -128,7 +129,7 @@ class Twin:
     @property
     def decoder(self) -> Any:
         """The part of the small config that describes the decoder."""
-        return self.config.get_text_config(decoder=True)
+        return decoder_of(self.config)
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -263,13 +264,13 @@ def mixes_otherwise(twin: Twin, outputs: Sequence[str]) -> bool:
 
 def kinds(config: Any, lists: Sequence[str]) -> list[tuple[Any, ...]]:
     """What the config says of each layer in these lists; layers of a kind have the same."""
-    config = config.get_text_config(decoder=True)
+    config = decoder_of(config)
     return [tuple(getattr(config, name)[layer] for name in lists) for layer in range(config.num_hidden_layers)]
 
 
 def per_layer(config: Any) -> tuple[str, ...]:
     """The names of a config's lists that have one entry for each layer."""
-    config = config.get_text_config(decoder=True)
+    config = decoder_of(config)
     return tuple(sorted(name for name, value in vars(config).items() if _is_per_layer(value, config.num_hidden_layers)))
 
 
@@ -281,8 +282,8 @@ def _is_per_layer(value: Any, count: int) -> bool:
 
 def _shrunk(whole: Any, shape: Shape) -> tuple[Any, list[int]]:
     """The small config, and the source's layers that its own stand for: the first few, and one of each kind."""
-    changed, config = copy.deepcopy(whole), whole.get_text_config(decoder=True)
-    small, lists, count = changed.get_text_config(decoder=True), per_layer(whole), config.num_hidden_layers
+    changed, config = copy.deepcopy(whole), decoder_of(whole)
+    small, lists, count = decoder_of(changed), per_layer(whole), config.num_hidden_layers
     of_layers = kinds(whole, lists)
     kept = sorted({*range(min(count, shape.layers)), *(of_layers.index(kind) for kind in of_layers)})
     for name, value in vars(config).items():

@@ -27,7 +27,8 @@ from written import Convert, Logits, ok, refused, weights
 import attention
 from attention.errors import Refusal
 from convert.families import FAMILIES, reading
-from convert.families.found import Found, find
+from convert.families.experiments import find
+from convert.families.found import Found
 from convert.families.twin import Twin, disproof
 from eval.inputs.loading import load
 from eval.inputs.source import Source

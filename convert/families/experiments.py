@@ -1,0 +1,177 @@
+"""Reads a model type that has no row by experiments on small twins of its class (`convert.families.twin`).
+
+A record that the search finds (`convert.families.search`) has to compute what two twins do, and the layers of the class itself
+must not differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
+or a field of the config without which it would be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from attention.auto import has_class
+from attention.errors import Refusal, one_line
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES
+from convert.families.base import Family
+from convert.families.found import Found
+from convert.families.inside import Inside, decoder_of
+from convert.families.latent import LatentLayout
+from convert.families.search import Search, Unexplained, Unread, projections
+from convert.families.separate import SeparateProjections
+from convert.families.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
+from eval.machine.capacity import without_weights
+
+_SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
+
+
+def find(config: Any) -> Family:
+    """The family of a config whose type has no row.
+
+    Raises:
+        Refusal: No record computes what its class does.
+    """
+    stated = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if stated not in _FOUND:
+        _FOUND[stated] = _found_or_refused(config)
+    if isinstance(found := _FOUND[stated], Refusal):
+        raise found
+    return found
+
+
+_FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take about a second
+
+
+def _found_or_refused(config: Any) -> Family | Refusal:
+    try:
+        return _found(config)
+    except Unread as why:
+        blamed = _blamed(config) if isinstance(why, Unexplained) else None
+        reason = f"it would be read without {blamed}" if blamed else str(why)
+        hint = "`convert eval` measures it all the same; `convert families` lists the types that can be read"
+        return Refusal(f"model type {config.model_type!r} cannot be read: {reason}", hint=hint)
+
+
+def _found(config: Any) -> Family:
+    if not has_class(config):
+        raise Unread("transformers has no language model of it")
+    with _running():
+        twin = Twin(config)
+        spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
+    family = _inside(config, twin) or _like_a_row(config, twin)
+    if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
+        return family
+    if family is None:
+        layers, module, names = projections(twin, calls, spec)
+        family = Search(twin, spec, calls, layers, module, names).family(config)
+        if wrong := disproof(family, twin):
+            if not (factor := _factor_of_queries(family, twin)):
+                raise Unexplained(wrong)
+            family = replace(family, far_queries=factor)
+    if calls[family.module(0)].times:
+        raise Unread("its layers run several times")
+    with _running():
+        wrong = disproof(family, Twin(config, OTHER), [0])
+    if wrong := wrong or _uneven(family, config, twin):
+        raise Unexplained(wrong)
+    if mixes_otherwise(twin, [family.output(layer) for layer in range(len(twin.layers))]):
+        raise Unread("something besides its attention mixes tokens")
+    return family
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """Whatever a class that nobody knows may raise, as a reason not to read it."""
+    try:
+        yield
+    except Unread:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(error, 160)}"
+        raise Unread(f"a small model of its class does not run ({said})") from None
+
+
+def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
+    """A layer of the class itself whose attention is set otherwise than the first of its kind, which the twin has; or None."""
+    model = without_weights(config)
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(family.spec(config).num_layers)]
+    numbers = {name for name in found[0] if len({settings.get(name) for settings in found}) == len(found) > 1}
+    for layer, kind in enumerate(kinds(config, twin.lists)):
+        settings = {name: value for name, value in found[layer].items() if name not in numbers}
+        if first.setdefault(kind, settings) != settings:
+            names = ", ".join(sorted(name for name, value in settings.items() if first[kind].get(name) != value))
+            return f"layer {layer} has another {names} than layers like it, and config.json does not say so"
+    return None
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+
+
+def _inside(config: Any, twin: Twin) -> Family | None:
+    """The family of a decoder inside another model, if it has a row that is right."""
+    decoder = decoder_of(config)
+    if decoder is config or decoder.model_type not in FAMILIES:
+        return None
+    row = FAMILIES[decoder.model_type].for_config(decoder)
+    path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
+    family = Inside(row, path, config.model_type)
+    if isinstance(row, LatentLayout):  # as kvfold writes it; random weights do not have its constants
+        return family
+    with contextlib.suppress(Exception):  # a stray field, which another family knows better
+        return family if disproof(family, twin) is None else None
+    return None
+
+
+def _factor_of_queries(family: Found, twin: Twin) -> float | None:
+    """What far queries are multiplied by, if nothing else tells them from near ones; None if something does."""
+    if disproof(family, twin, [0]) or family.scaled_by is None:
+        return None
+    assert isinstance(family.scaled_by, float)
+    for factor in (1 + step / 200 for step in range(-100, 400)):
+        if not disproof(replace(family, scaled_by=factor * family.scaled_by), twin, [twin.farthest]):
+            return factor
+    return None
+
+
+def _like_a_row(config: Any, twin: Twin) -> Family | None:
+    """The family of another type that has its projections stacked, or a latent, and that the class computes the same as."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
+    for row in FAMILIES.values():
+        if type(row) is SeparateProjections:
+            continue
+        with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
+            family = copy.copy(row.for_config(twin.config))
+            object.__setattr__(family, "model_type", config.model_type)
+            object.__setattr__(family, "in_engines", False)
+            prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
+            wanted = {
+                name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(twin.config, layer).items()
+            }
+            there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
+            if wanted == there and family.unreadable(twin.config) is None and disproof(family, twin) is None:
+                return family
+    return None
+
+
+def _blamed(config: Any) -> str | None:
+    """A field of the config, and its value, without which the type could be read; None if no single one is."""
+    for name, value in vars(config).items():
+        if name.startswith("_") or isinstance(value, (str, dict, list)) or not value or _SIZES.search(name):
+            continue
+        for without in (False,) if value is True else (None, type(value)()):
+            changed = copy.deepcopy(config)
+            with contextlib.suppress(Exception):  # configs check their fields by errors of many kinds
+                setattr(changed, name, without)
+                _found(changed)
+                return f"{name} {value} in config.json"
+    return None

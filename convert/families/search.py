@@ -1,0 +1,289 @@
+"""The search for what a class computes that nobody has described: where its projections are, and which record explains them.
+
+It looks at a small twin (`convert.families.twin`). Candidates are few: which modules, RoPE or none, which dims form a pair, a
+window, a cap, the scale, sinks, a norm of queries and keys before or after RoPE.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from attention import rope
+from attention.record import Attention
+from attention.spec import AttentionSpec
+from convert.families.base import SOFTCAP, InputNorm
+from convert.families.found import Found, Reading
+from convert.families.names import NameTable
+from convert.families.separate import NormRow
+from convert.families.twin import Call, Twin, computed, kinds, near
+
+
+class Unread(Exception):
+    """No record computes what the twin does; the message says what is in the way."""
+
+
+class Unexplained(Unread):
+    """The same, of an attention whose parameters a record has: a field of the config may be in the way."""
+
+
+# ---- where the projections are -------------------------------------------------------------------------------------------
+
+
+def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
+    """The path of the list of layers, that of the attention in a layer, and the names of its four projections there."""
+    modules, count = dict(twin.model.named_modules()), len(twin.layers)
+    lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
+    stacks = [(path, found) for path in lists if (found := list(_attentions(modules, calls, f"{path}.0", spec)))]
+    if not stacks:
+        raise Unread("its first layer has no attention of four projections")
+    (layers, ((module, read, output), *others)), *more = stacks
+    if others or more:
+        raise Unread("its layers have several attentions, or there are several stacks of layers")
+    path = f"{layers}.0.{module}"
+    unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
+    if any(name.startswith(f"{layers}.0.") for name in unused):
+        raise Unread("its layers also attend to the states of an encoder")
+    # The first token sees itself alone, or a sink: queries and keys change little there, and values are all that there is.
+    gave = {name: _without(twin, path, name) for name in read}
+    values = [name for name in read if torch.equal(gave[name], gave[name][:, :1].expand_as(gave[name]))]
+    if len(read) > 3:
+        beside = [name for name in read if name not in values and not near(gave[name][:, 0], calls[path].gave[:, 0])]
+        raise Unread(f"its attention has {', '.join(beside or read)} besides projections of queries, keys, values and outputs")
+    if len(values) != 1:
+        raise Unread(f"it is not clear which of its projections {', '.join(read)} makes values")
+    # Queries are larger than keys where heads share.
+    sizes = {name: modules[f"{path}.{name}"].out_features for name in read}
+    queries, keys = sorted(set(read) - set(values), key=lambda name: (-sizes[name], not name.startswith("q"), name))
+    return layers, module, (queries, keys, values[0], output)
+
+
+def _attentions(
+    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec
+) -> Iterator[tuple[str, list[str], str]]:
+    """The modules of a layer three or more of whose projections read its input, and one of which gives its output."""
+    heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for path, module in modules.items():
+        if not path.startswith(f"{layer}.") or path not in calls:
+            continue
+        own = {name: calls[f"{path}.{name}"] for name, child in module.named_children()
+               if isinstance(child, nn.Linear) and f"{path}.{name}" in calls}  # fmt: skip
+        read = [name for name, call in own.items() if _same(call.read, calls[path].read)]
+        gave = [name for name, call in own.items() if _same(call.gave, calls[path].gave)]
+        sizes = [getattr(module, name).out_features for name in read]
+        if len(gave) == 1 and sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1):
+            yield path.removeprefix(f"{layer}."), read, gave[0]
+
+
+def _without(twin: Twin, path: str, name: str) -> torch.Tensor:
+    """What an attention gives if one of its projections gives zero."""
+    parameters = list(twin.model.get_submodule(f"{path}.{name}").parameters())
+    kept = [parameter.clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+        gave = twin.calls()[path].gave
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.copy_(values)
+    return gave
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+# ---- what they compute ---------------------------------------------------------------------------------------------------
+
+
+class Search:
+    """Tries readings of each layer until one computes what the twin does."""
+
+    def __init__(
+        self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call], layers: str, module: str, names: tuple[str, ...]
+    ) -> None:
+        self.twin, self.spec, self.calls, self.layers, self.names = twin, spec, calls, layers, names
+        self.path = f"{layers}.{{layer}}.{module}"
+        self.first = twin.model.get_submodule(self.path.format(layer=0))
+
+    def family(self, config: Any) -> Found:
+        biases = [self.first.get_submodule(name).bias is not None for name in self.names]
+        norms = [self._norm(name) for name in self.names[:2]]
+        if len(set(biases[:3])) > 1 or (norms[0] is None) != (norms[1] is None):
+            raise Unread("its queries, keys and values do not have biases and norms alike")
+        (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
+        family = Found(
+            config.model_type,
+            qkv_bias=biases[0],
+            o_bias=biases[3],
+            norm=row and replace(row, q=q_norm, k=k_norm),
+            names=NameTable([]),
+            shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
+            attention_path=self.path,
+            projections=self.names,
+            lists=self.twin.lists,
+            rope_stride=self._rope_stride(),
+            input=self._input_norm(),
+            adds_output=self._adds_output(),
+        )
+        family = replace(family, sinks=self._sinks(family))
+        self._require_no_more(family)
+        readings: dict[tuple[Any, ...], Reading] = {}
+        for layer, kind in enumerate(kinds(self.twin.config, self.twin.lists)):
+            scales = [reading.scale for reading in readings.values()]  # one that was fitted is found again, exactly
+            found = self._reading(replace(family, readings=((kind, Reading()),)), layer, scales)
+            if readings.setdefault(kind, found) != found:
+                raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
+        if len({reading.scale for reading in readings.values()}) > 1:
+            raise Unread("its layers scale their logits by different factors")
+        windows = tuple({reading.window: None for reading in readings.values() if reading.window})
+        caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
+        scale = next(iter(readings.values())).scale
+        return replace(family, readings=tuple(readings.items()), scaled_by=scale, extra_features=(*caps, *windows))
+
+    def _rope_stride(self) -> int:
+        """Columns of the class's cosines from one frequency to the next."""
+        cosines = self.calls[self.path.format(layer=0)].cosines
+        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
+        return 2 if doubled else 1
+
+    def _sinks(self, family: Found) -> str | None:
+        """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
+        wanted, prefix = family.shapes(self.twin.config, 0), f"{family.module(0)}."
+        more = {name: tensor.shape for name, tensor in self.twin.parameters.items() if name.startswith(prefix)}
+        found = [name for name, shape in more.items() if name not in wanted and shape == (self.spec.num_heads,)]
+        return found[0].removeprefix(prefix) if len(found) == 1 else None
+
+    def _require_no_more(self, family: Found) -> None:
+        """Refuse parameters of an attention that no record has."""
+        state, parameters = self.twin.state, self.twin.parameters
+        for layer, stands_for in enumerate(self.twin.layers):
+            prefix = f"{family.module(layer)}."
+            there = {name for name in parameters if name.startswith(prefix)}
+            wanted = family.shapes(self.twin.config, layer)
+            if more := sorted(name.removeprefix(prefix) for name in there - wanted.keys()):
+                raise Unread(f"its attention has {', '.join(more)} besides projections of queries, keys, values and outputs")
+            if any(name not in state or state[name].shape != shape for name, shape in wanted.items()):
+                raise Unread(f"layer {stands_for} has no attention like the first layer's")
+
+    def _norm(self, projection: str) -> tuple[str, NormRow] | None:
+        """The norm of what a projection gives, before or after RoPE: its name, and how it normalises."""
+        path = self.path.format(layer=0)
+        states = self.calls[f"{path}.{projection}"].gave.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)  # [1, H, T, D]
+        for name, module in self.first.named_modules():
+            call, gain = self.calls.get(f"{path}.{name}"), getattr(module, "weight", None)
+            if call is None or isinstance(module, nn.Linear) or not isinstance(gain, torch.Tensor):
+                continue
+            read, gave = _by_heads(call.read, states.shape), _by_heads(call.gave, states.shape)
+            if read is None or gave is None or gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
+                continue
+            if (row := self._form(module, read, gave, after_rotary=not torch.equal(read, states))) is not None:
+                return name, row
+        return None
+
+    def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool) -> NormRow | None:
+        """How a norm of heads `[1, H, T, D]` normalises, by what it gives."""
+        gain, bias, eps, dim = module.weight, getattr(module, "bias", None), _eps(module), read.shape[-1]
+        field = next(
+            (name for name, value in vars(self.twin.decoder).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
+        )
+        storage: Literal["shared", "flat", "matrix"] = (
+            "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
+        )
+        forms: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+        for kind, offset in itertools.product(forms if field else (), (0.0, 1.0)):
+            row = NormRow(
+                "", "", kind, storage, eps=field, bias=bias is not None, gain_offset=offset, after_rotary=after_rotary
+            )
+            norm = row.form(eps).with_gains(gain.view(-1, dim), None if bias is None else bias.view(-1, dim))
+            if near(norm(read), gave):
+                return row
+        return None
+
+    def _reading(self, family: Found, layer: int, scales: Sequence[float]) -> Reading:
+        """What a layer's attention computes."""
+        config, path = self.twin.decoder, family.module(layer)
+        state, call = self.twin.state, self.calls[path]
+        record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
+        windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
+        kept = [
+            value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
+        ]
+        candidates = dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept])
+        for reading, window, cap, scale in itertools.product(
+            self._rotations(), [None, *windows], [False, *([True] if getattr(config, SOFTCAP, None) else [])], candidates
+        ):
+            tried = replace(reading, window=window, cap=cap, scale=scale)
+            rotary = tried.rotary(config, self.spec.head_dim, layer)
+            ours = replace(record, rotary=rotary, scoring=tried.scoring(config), scale=scale)
+            if near(computed(ours, call.read.double()), call.gave.double()):
+                return tried
+        for reading, window in itertools.product(self._rotations(), [None, *windows]):
+            tried = replace(reading, window=window)
+            ours = replace(record, rotary=tried.rotary(config, self.spec.head_dim, layer), scoring=tried.scoring(config))
+            if (scale := _scale(ours, call)) is not None:
+                return replace(tried, scale=scale)
+        also = f", with {family.sinks} as sinks," if family.sinks else ""
+        raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
+
+    def _rotations(self) -> Iterator[Reading]:
+        pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")
+        yield from (
+            Reading(pairing, share)
+            for pairing, share in itertools.product(pairings, (False, True))
+            if getattr(self.twin.decoder, "rope_parameters", None)
+        )
+        yield Reading()
+
+    def _input_norm(self) -> InputNorm | None:
+        """The norm whose output the attention reads, if that has gains."""
+        x = self.calls[self.path.format(layer=0)].read
+        for path, call in self.calls.items():
+            module: Any = self.twin.model.get_submodule(path)
+            gain: Any = getattr(module, "weight", None)
+            bias: Any = getattr(module, "bias", None)
+            if not path.startswith(f"{self.layers}.0.") or not _same(call.gave, x) or getattr(gain, "ndim", 0) != 1:
+                continue
+            for states, offset in itertools.product((call.read, call.read - call.read.mean(-1, keepdim=True)), (0.0, 1.0)):
+                unit = states * states.square().mean(-1, keepdim=True).add(_eps(module)).rsqrt()
+                if near(unit * (gain + offset) + (0 if bias is None else bias), x):
+                    return InputNorm(path.replace(f"{self.layers}.0.", f"{self.layers}.{{layer}}.", 1), offset)
+        return None
+
+    def _adds_output(self) -> bool:
+        """Whether something in the layer reads the sum of the layer's input and its attention's output."""
+        layer, gave = f"{self.layers}.0", self.calls[self.path.format(layer=0)].gave
+        inside = [call for path, call in self.calls.items() if path.startswith(f"{layer}.")]
+        return layer in self.calls and any(near(call.read, self.calls[layer].read + gave) for call in inside)
+
+
+def _scale(record: Attention, call: Call) -> float | None:
+    """The scale of logits with which a record computes what a class does, if there is one: by a grid, and finer ones."""
+    x, gave = call.read.double(), call.gave.double()
+    low, high = math.log(1e-3), math.log(10.0)
+    for steps in (64, 16, 16, 16, 16, 16):
+        width = (high - low) / steps
+        found = [low + step * width for step in range(steps + 1)]
+        errors = [float((computed(replace(record, scale=math.exp(log)), x) - gave).abs().max()) for log in found]
+        best = found[errors.index(min(errors))]
+        if min(errors) > 0.3 * float(gave.abs().max()):
+            return None
+        low, high = best - width, best + width
+    return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
+
+
+def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Heads `[1, H, T, D]` of this shape as a class gives them to a norm: so, by tokens, or flat; None if it is neither."""
+    heads, dim = shape[1], shape[3]
+    flat = states.unflatten(-1, (heads, dim)) if states.ndim == 3 and states.shape[-1] == heads * dim else states
+    return next((view for view in (flat, flat.transpose(1, 2)) if view.shape == shape), None) if flat.ndim == 4 else None
+
+
+def _eps(module: Any) -> float:
+    """What a norm adds to the variance."""
+    return next((value for name in ("variance_epsilon", "eps", "epsilon") if (value := getattr(module, name, None))), 1e-6)
