@@ -7,6 +7,7 @@ another library; and it takes no latents.
 What a query reads does not depend on how its text was cut into forward passes. Values, latents and their RoPE keys are read
 as they are stored, those of the query's own token as well. Keys of heads that are grouped along time are encoded once a token
 of the next group arrives; so a query reads the keys of its own group in full precision, and those of earlier groups encoded.
+Where a pass has tokens of several groups, its keys are there in both ways, and a mask says which of them a query reads.
 """
 
 from __future__ import annotations
@@ -118,24 +119,28 @@ class _HeldGroups:
         return self._closed.nbytes + (0 if self._opened is None else self._opened.numel() * full)
 
     def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> Groups:
-        """Cache further tokens `[B, heads, T, n]` of one group; return all.
+        """Cache further tokens `[B, heads, T, n]`; return all, of which those from the first new token's group on are open.
 
         `seen` `[B, S]` is false for padding, which no scale counts; None if there is none.
         """
-        tokens = self.form.tokens
-        if self._opened is not None and self._opened.shape[2] == tokens:
-            first = self.length - tokens
-            counted = None if seen is None else seen[:, None, None, first : first + tokens].to(new.device)
-            group = encode(self._opened.transpose(2, 3), self.form, tokens, counted)
-            self._closed.append(Encoded(*(part.unsqueeze(2) for part in group if part is not None)))
-            self._opened = None
-        self._opened = new if self._opened is None else torch.cat([self._opened, new], 2)
-        if self._opened.shape[2] > tokens:
+        tokens, closed = self.form.tokens, self._closed.length
+        opened = new if self._opened is None else torch.cat([self._opened, new], 2)
+        first = (opened.shape[2] - new.shape[2]) // tokens * tokens
+        if behind := (opened.shape[2] - 1) // tokens:  # groups before that of the newest token
+            groups = opened[:, :, : behind * tokens].unflatten(2, (-1, tokens)).transpose(3, 4)
+            if seen is not None:
+                seen = seen[:, closed * tokens : (closed + behind) * tokens].to(new.device).view(-1, 1, behind, 1, tokens)
+            self._closed.append(encode(groups, self.form, tokens, seen))
+        self._opened = opened[:, :, behind * tokens :]
+        return Groups(self._closed.stored, opened[:, :, first:], self.form)
+
+    def require_one_group(self, count: int) -> None:
+        """Refuse so many further tokens if they are of several groups."""
+        if self.length % self.form.tokens + count > self.form.tokens:
             raise Refusal(
-                f"a cache in {self.form.name} takes tokens of one group of {tokens} at a time",
-                hint="call the model that attention.load(…, cache_dtype=…) returns, which cuts its input",
+                f"a cache in {self.form.name} takes tokens of one group of {self.form.tokens} at a time",
+                hint="call the model that attention.load(…, cache_dtype=…) returns, which says which keys a query reads",
             )
-        return Groups(self._closed.stored, self._opened, self.form)
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """As of `_HeldRows`; of the groups, the third dim are groups, not tokens."""
@@ -155,6 +160,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         self.form, self.latent = form, latent
         self.is_croppable = not form.along_time(parts_of(latent)[0])
         self.seen: torch.Tensor | None = None  # [B, S], false for padding
+        self.masked = False  # whether a mask says what queries of several groups of keys read
         self.reset()
 
     def reset(self) -> None:
@@ -176,19 +182,28 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache the new tokens of `[B, heads, T, n]` each; return all that is cached, as queries read it.
 
+        New tokens of several groups of keys come twice, if a mask says which of them a query reads: all up to the newest
+        token's group as they are stored, and then those from the first new token's group on with keys in full precision.
+
         Raises:
-            Refusal: They are of several groups of keys.
+            Refusal: They are of several groups of keys, and nothing says that there is a mask.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, second = self.parts
+        if isinstance(first, _HeldGroups) and not self.masked:
+            first.require_one_group(key_states.shape[2])
         keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
+        if isinstance(keys, Groups) and keys.shape[2] > values.shape[2]:
+            opened, whole = keys.opened.shape[2], values.block(0, values.shape[2], value_states.dtype)
+            twice = whole[:, :, : keys.shape[2] - opened], whole[:, :, -opened:]
+            return keys.block(0, keys.shape[2], key_states.dtype), torch.cat(twice, 2)
         read = as_read(keys, key_states), as_read(values, value_states)
         if isinstance(read[0], Stored) == isinstance(read[1], Stored):
             return read
         # Of two dtypes (autocast), one may be stored as it is read: kernels take both encoded, or none.
-        whole = [part.whole() if isinstance(part, Stored) else part for part in read]
-        return whole[0], whole[1]
+        decoded = [part.whole() if isinstance(part, Stored) else part for part in read]
+        return decoded[0], decoded[1]
 
     def get_seq_length(self) -> int:
         return self.parts[0].length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from attention.errors import Refusal
 from attention.formats import Format, format_named
 from attention.spec import AttentionSpec
 
+_PIECE = 1024  # tokens at once where a mask says which keys a query reads: theirs are there twice
 _CUT = ("input_ids", "position_ids", "cache_position", "token_type_ids")  # [..., T]
+_ROUNDING = 2**8  # times the dtype's own: what two ways to sum may differ in
 _INPUTS = ("input_ids", "inputs_embeds")
 # Outputs that those of pieces do not make up.
 _UNCUT = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
@@ -24,7 +27,8 @@ class EncodedForward:
     """The forward of a model whose cache is encoded: every call reads what decoding token by token would read.
 
     It takes and returns what the model's own forward does. A call without a cache, or with an empty one that grows, gets an
-    encoded one, also where `use_cache` is false. Where keys are grouped along time, input is cut at the bounds of groups.
+    encoded one, also where `use_cache` is false. Where keys are grouped along time, a mask says which of them a query reads; a
+    class that does not follow such a mask gets its input cut at the bounds of groups.
 
     Attributes:
         stock: The model's own forward.
@@ -37,6 +41,7 @@ class EncodedForward:
         spec = AttentionSpec.from_config(model.config)
         spec.cache_bytes(form.name, 1, 0)  # refuses sizes that the format does not take
         self._layers, self._latent = spec.num_layers, spec.kv_lora_rank is not None
+        self._masked: bool | None = None
         functools.update_wrapper(self, self.stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,12 +94,16 @@ class EncodedForward:
                 f"the cache of this model is stored in {self.form.name}, and cannot be {filled}",
                 hint="give none, or an empty DynamicCache",
             )
-        cache.layers = [EncodedLayer(self.form, self._latent) for _ in range(self._layers)]
+        return self._filled(cache, self.form)
+
+    def _filled(self, cache: DynamicCache, form: Format) -> DynamicCache:
+        """The cache, with empty layers of a format."""
+        cache.layers = [EncodedLayer(form, self._latent) for _ in range(self._layers)]
         cache.layer_class_to_replicate = None
         return cache
 
     def _in_pieces(self, given: dict[str, Any], cache: Cache, total: int) -> Any:
-        """Run the input in pieces, each of tokens of one group."""
+        """Run the input in pieces, each of tokens of one group, or of many where masks are followed."""
         past, size = cache.get_seq_length(), self.form.tokens
         mask = given.get("attention_mask")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape[1:] != (past + total,)):
@@ -103,26 +112,73 @@ class EncodedForward:
                 hint="give such a mask, or none",
             )
         bounds = [*range(size - past % size, total, size), total]
-        if len(bounds) > 1:
+        if several := len(bounds) > 1:
             self._require_pieces(given, total)
+            if self._follows_masks():
+                bounds = [*range(_PIECE - past % size, total, _PIECE), total]
         kept, outputs, start = given.pop("logits_to_keep", 0), [], 0
         kept = kept % total if isinstance(kept, torch.Tensor) else kept
         for layer in cache.layers:
-            layer.seen = None if mask is None else mask.bool()
+            layer.seen, layer.masked = None if mask is None else mask.bool(), several and bool(self._masked)
         try:
             for end in bounds:
-                wanted = self._wanted_logits(kept, start, end, total)
-                outputs.append(self.stock(**_piece(given, start, end, past), **wanted))
+                wanted, piece = self._wanted_logits(kept, start, end, total), _piece(given, start, end, past)
+                if several and self._masked:
+                    piece["attention_mask"] = self._mask(piece, past + start, past + end)
+                outputs.append(self.stock(**piece, **wanted))
                 start = end
         finally:
             for layer in cache.layers:
-                layer.seen = None  # another call has another mask
+                layer.seen, layer.masked = None, False  # another call has another mask
         last = outputs[-1]
         last["logits"] = torch.cat([output["logits"] for output in outputs], 1)
         if isinstance(kept, torch.Tensor):  # they come in the order of pieces
             pieces = torch.bucketize(kept, torch.tensor(bounds, device=kept.device), right=True)
             last["logits"] = last["logits"][:, pieces.argsort(stable=True).argsort()]
         return last
+
+    def _mask(self, piece: dict[str, Any], start: int, end: int) -> torch.Tensor:
+        """`[1 or B, 1, T, columns]`, added to logits: which keys of `EncodedLayer` tokens `start` … `end` - 1 read."""
+        given = next(piece[name] for name in _INPUTS if piece.get(name) is not None)
+        size, tokens = self.form.tokens, torch.arange(end, device=given.device)
+        queries, closed = tokens[start:, None], self.form.tokens_encoded(end)
+        first = start - start % size
+        groups = queries // size * size
+        opened = (groups <= tokens[first:]) & (tokens[first:] <= queries)
+        read = torch.cat((tokens[:closed] < groups, opened), 1)[None]
+        if (mask := piece.get("attention_mask")) is not None:
+            seen = mask.bool().to(read.device)
+            read = read & torch.cat((seen[:, :closed], seen[:, first:]), 1)[:, None]
+        dtype = self.model.dtype
+        return torch.zeros(read.shape, dtype=dtype, device=read.device).masked_fill(~read, torch.finfo(dtype).min)[:, None]
+
+    def _follows_masks(self) -> bool:
+        """Whether the class reads what such a mask says: tried once, over a cache that rounds nothing.
+
+        Windows may be longer than what is tried, so that a class with any does not count as one that does.
+        """
+        if self._masked is None:
+            config = self.model.config.get_text_config(decoder=True)
+            layers = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
+            windows = [name for name, value in config.to_dict().items() if name.endswith(("window", "window_size")) and value]
+            plain = self.model.config._attn_implementation in ("sdpa", "eager") and layers == {DynamicLayer} and not windows
+            self._masked = plain and self._tried(config.vocab_size)
+        return self._masked
+
+    def _tried(self, vocabulary: int) -> bool:
+        """Whether three groups of random tokens have the logits that they have without a cache."""
+        size, device = self.form.tokens, self.model.get_input_embeddings().weight.device
+        ids = torch.randint(vocabulary, (1, 3 * size), generator=torch.Generator().manual_seed(0)).to(device)
+        lossless = replace(format_named(str(self.model.dtype).removeprefix("torch.")), tokens=size)
+        cache = self._filled(DynamicCache(), lossless)
+        for layer in cache.layers:
+            layer.masked = True
+        with torch.no_grad():
+            expected = self.stock(input_ids=ids, use_cache=False)["logits"].double()
+            mask = self._mask({"input_ids": ids}, 0, 3 * size)
+            found = self.stock(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)["logits"].double()
+        error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        return bool(error < _ROUNDING * torch.finfo(self.model.dtype).eps)
 
     def _require_pieces(self, given: dict[str, Any], total: int) -> None:
         """Refuse what cannot be had, or cannot be given, in pieces."""

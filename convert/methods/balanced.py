@@ -19,6 +19,7 @@ import torch
 from attention.forward import Heads, heads_of, values_of
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention
+from attention.rope import Rotary
 from convert.methods.algebra import augmented, roots
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics, excerpt
@@ -39,6 +40,7 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     """
     if a.gain is not None:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
+    a = _balanced_rope_key(a, statistics)
     second, read = _moments(a, statistics)
     alive = (second.diagonal() > 0) & (read.diagonal() > 0)
     used = [channel for channel in range(len(alive)) if alive[channel]]
@@ -59,6 +61,18 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     up_k[..., used] = (a.up_k[..., used].double() @ back).to(up_k)
     up_v[..., used] = (a.up_v[..., used].double() @ back).to(up_v)
     return replace(a, down=down, up_k=up_k, up_v=up_v, gain=gain)
+
+
+def _balanced_rope_key(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
+    """The same function with a balanced RoPE key of a root mean square of one, by a factor for each pair of dims."""
+    keys, seen = augmented(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None]), statistics.attended
+    queries = augmented(_from_input(a, a.q_rope), a.q_rope_bias)
+    of_keys = ((keys @ seen.seen_with_constant.to(keys)) * keys).sum(-1)
+    of_queries = ((queries @ statistics.of_queries.to(keys)) * queries).sum(-1).sum(0, keepdim=True)
+    factors = _factors(*(_by_pair(a.rotary, part) for part in (of_keys, of_queries)))[0]
+    k, k_bias, _ = _scaled(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], None, factors[None])
+    q, q_bias, _ = _scaled(a.q_rope, a.q_rope_bias, None, 1 / factors[None])
+    return replace(a, k_rope=k[0], k_rope_bias=None if k_bias is None else k_bias[0], q_rope=q, q_rope_bias=q_bias)
 
 
 def balanced_heads(a: Attention, sample: Blocks) -> Attention:
@@ -109,12 +123,8 @@ def _balanced_keys(a: Attention, heads: list[Heads]) -> Attention:
     if any(norm is not None and not norm.per_head_gains for norm in (a.k_norm, a.q_norm)):
         of_keys, of_queries = (part.mean(0, keepdim=True).expand(groups, -1) for part in (of_keys, of_queries))
     if a.rotary is not None:
-        of_keys, of_queries = (_by_pair(a, part) for part in (of_keys, of_queries))
-    least = torch.finfo(torch.float64).tiny
-    factors = (of_queries.clamp_min(least) / of_keys.clamp_min(least)) ** 0.25
-    factors = factors.where((of_queries > 0) & (of_keys > 0), 1.0)
-    size = (of_keys * factors.square()).mean(-1, keepdim=True).sqrt()
-    factors = _power_of_two(factors / size.where(size > 0, 1.0))
+        of_keys, of_queries = (_by_pair(a.rotary, part) for part in (of_keys, of_queries))
+    factors = _power_of_two(_factors(of_keys, of_queries))
     inverse = (1 / factors).repeat_interleave(len(a.q) // groups, 0)
     k, k_bias, k_norm = _scaled(a.k, a.k_bias, a.k_norm, factors)
     q, q_bias, q_norm = _scaled(a.q, a.q_bias, a.q_norm, inverse)
@@ -126,12 +136,25 @@ def _energies(states: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(states, 1).double().square().mean(1)
 
 
-def _by_pair(a: Attention, energies: torch.Tensor) -> torch.Tensor:
+def _by_pair(rotary: Rotary, energies: torch.Tensor) -> torch.Tensor:
     """`[heads, D]` with the mean of each rotary pair in both of its dims."""
-    assert a.rotary is not None
-    pairs, nope = a.rotary.to_complex(energies)
+    pairs, nope = rotary.to_complex(energies)
     mean = (pairs.real + pairs.imag) / 2
-    return a.rotary.from_complex(torch.complex(mean, mean), nope)
+    return rotary.from_complex(torch.complex(mean, mean), nope)
+
+
+def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
+    """`[heads, D]`, by which keys are as large as they count, and of a root mean square of one.
+
+    Args:
+        of_keys: `[heads, D]`, their mean squares.
+        of_queries: `[heads, D]`, those of the queries that read them, added.
+    """
+    least = torch.finfo(torch.float64).tiny
+    factors = (of_queries.clamp_min(least) / of_keys.clamp_min(least)) ** 0.25
+    factors = factors.where((of_queries > 0) & (of_keys > 0), 1.0)
+    size = (of_keys * factors.square()).mean(-1, keepdim=True).sqrt()
+    return factors / size.where(size > 0, 1.0)
 
 
 def _scaled(
@@ -156,12 +179,16 @@ def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor
     """
     down, up_k, up_v = a.down.double(), a.up_k.double(), a.up_v.double()
     second = down @ statistics.attended.seen.to(down) @ down.T
-    queries = a.q_nope.double() if a.q_down is None else a.q_nope.double() @ a.q_down.double()
-    queries, columns = augmented(queries, a.q_nope_bias), a.o.double().permute(1, 0, 2)
+    queries, columns = augmented(_from_input(a, a.q_nope), a.q_nope_bias), a.o.double().permute(1, 0, 2)
     of_keys = up_k.mT @ (queries @ statistics.of_queries.to(down) @ queries.mT) @ up_k
     of_values = up_v.mT @ (columns.mT @ columns) @ up_v
     parts = [(part, float((part * second).sum())) for part in (of_keys.sum(0), of_values.sum(0))]
     return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
+
+
+def _from_input(a: FactoredAttention, queries: torch.Tensor) -> torch.Tensor:
+    """Queries `[H, n, E]`, fp64, as maps of what the layer reads, also where they read a latent."""
+    return queries.double() if a.q_down is None else queries.double() @ a.q_down.double()
 
 
 def _coordinates(second: torch.Tensor, read: torch.Tensor, classes: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:

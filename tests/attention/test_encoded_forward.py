@@ -14,7 +14,7 @@ from tiny_mla import logits, mla_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention import absorb, absorbed, pack, restore
+from attention import absorb, absorbed, encoded_forward, pack, restore
 from attention.cache import EncodedLayer
 from attention.encoded_forward import store_encoded
 from attention.errors import Refusal
@@ -126,6 +126,37 @@ def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
         torch.testing.assert_close(logits(model, ids, chunks=chunks), expected, rtol=0, atol=1e-9)
     lossy = store_encoded(model, "int4")
     torch.testing.assert_close(logits(lossy, ids, chunks=[40]), logits(lossy, ids, chunks=[LONG]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "follows", "fields"),
+    [
+        ("llama", True, {}),
+        ("qwen2", True, {"max_window_layers": 28}),
+        ("gemma2", False, {"sliding_window": 20}),
+        ("gpt_neo", False, {}),
+        ("mpt", False, {}),
+    ],
+)
+def test_groups_are_read_at_once_where_masks_are_followed(model_type: str, follows: bool, fields: dict[str, Any]) -> None:
+    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time."""
+    model, ids = store_encoded(tiny_model(tiny_config(model_type, **fields)).double(), "int2"), tokens(2, LONG)
+    assert model.forward._follows_masks() == follows
+    found = logits(model, ids, chunks=[LONG])
+    close = 1e-3 if model_type in ("gpt_neo", "mpt") else 1e-9  # they compute in float32
+    torch.testing.assert_close(logits(model, ids, chunks=[1, 30, 2]), found, rtol=0, atol=close)
+
+
+def test_a_long_text_is_read_in_pieces_that_masks_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(2, 200)
+    whole = logits(model, ids, chunks=[200])
+    calls: list[int] = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(encoded_forward, "_PIECE", 64)
+    torch.testing.assert_close(logits(model, ids, chunks=[200]), whole, rtol=0, atol=1e-9)
+    assert len(calls) == 4
+    for other, chunks in ((model, [150, 50]), (pack(model), [129, 71])):  # the last piece of 129 is one token
+        torch.testing.assert_close(logits(other, ids, chunks=chunks), whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

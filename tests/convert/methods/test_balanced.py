@@ -12,6 +12,7 @@ from attention.encoding import decode, encode
 from attention.formats import FORMATS
 from attention.forward import attention_output, heads_of, output_error, values_of
 from attention.record import Attention, FactoredAttention
+from attention.rope import Pairing
 from convert.methods import balanced as balancing
 from convert.methods.balanced import balanced, balanced_heads
 from convert.methods.blocks import Blocks
@@ -69,6 +70,23 @@ def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) ->
     turned = replace(a, down=turn @ a.down, up_k=a.up_k @ turn.T, up_v=a.up_v @ turn.T)
     assert cost(found) < cost(turned) / 2
     assert cost(found) < cost(a) / 2
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "q4_0"])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rounding_a_balanced_rope_key_costs_less(form: str, pairing: Pairing) -> None:
+    """Pairs of its dims differ in size, as the frequencies of a source do."""
+    (_, x, statistics), a = uneven(), factored(biased=False, pairs=8, pairing="half")
+    sizes = torch.exp(torch.linspace(-3, 3, 8)).repeat(2)[:, None]
+    uneven_key = replace(a, k_rope=a.k_rope * sizes, q_rope=a.q_rope / sizes).paired(pairing)
+
+    def cost(b: FactoredAttention) -> float:
+        rows = x.flatten(0, 1)
+        cached = rows @ b.k_rope.T
+        error = decode(encode(cached, FORMATS[form], 32), FORMATS[form], 32, torch.float32) - cached
+        return float((rows @ b.q_rope.mT @ error.T).square().mean())
+
+    assert cost(balanced(uneven_key, statistics)) < cost(uneven_key) / 5
 
 
 def test_channels_whose_bits_differ_come_in_the_order_of_their_energies() -> None:
@@ -133,7 +151,9 @@ def test_channels_that_are_empty_stay() -> None:
     assert torch.equal(found.down[:2], a.down[:2])
     assert torch.equal(found.up_v[..., :2], a.up_v[..., :2])
     a.down.zero_()
-    assert balanced(a, statistics) is a
+    found = balanced(a, statistics)
+    assert torch.equal(found.down, a.down)
+    assert torch.equal(found.up_v, a.up_v)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
