@@ -6,10 +6,12 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
+from convert.families.base import Family
 from convert.families.names import in_layers
 from convert.families.separate import nowhere
 from convert.families.stacked import StackedProjections
@@ -36,32 +38,48 @@ class Conv1DProjections(StackedProjections):
     def scale(self, config: Any) -> float:
         return super().scale(config) if config.scale_attn_weights else 1.0
 
+    def for_config(self, config: Any) -> Family:
+        return _DIVIDED if config.scale_attn_by_inverse_layer_idx else self
+
+
+class DividedProjections(Conv1DProjections):
+    """Layer l, from 0, divides its logits by l + 1 (`scale_attn_by_inverse_layer_idx`); in records, its queries are divided."""
+
+    absorbed = ("scale_attn_by_inverse_layer_idx",)
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        return _with_queries(super().split(tensors, config, layer), 1 / (layer + 1))
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        return super().join(_with_queries(record, layer + 1), spec, layer)
+
+
+def _with_queries(record: Attention, factor: float) -> Attention:
+    bias = None if record.q_bias is None else record.q_bias * factor
+    return replace(record, q=record.q * factor, q_bias=bias)
+
 
 def _transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.mT if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
 
 
-FAMILY = Conv1DProjections(
-    "gpt2",
-    names=GPT2.replacing(
+_ROW: dict[str, Any] = {
+    "model_type": "gpt2",
+    "names": GPT2.replacing(
         in_layers("transformer.h", "mlp.c_fc", "mlp.up", transposed=True),
         in_layers("transformer.h", "mlp.c_proj", "mlp.down", transposed=True),
     ),
-    qkv_name="c_attn",
-    o_name="c_proj",
-    qkv_bias=True,
-    o_bias=True,
-    rotates=nowhere,
-    shares_heads=False,
-    attention_path="transformer.h.{layer}.attn",
-    base="transformer",
-    computed=("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
-    required_values=(
-        (
-            "scale_attn_by_inverse_layer_idx",
-            False,
-            "each layer scales its logits by another factor (scale_attn_by_inverse_layer_idx)",
-        ),
-        ("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),
-    ),
-)
+    "qkv_name": "c_attn",
+    "o_name": "c_proj",
+    "qkv_bias": True,
+    "o_bias": True,
+    "rotates": nowhere,
+    "shares_heads": False,
+    "attention_path": "transformer.h.{layer}.attn",
+    "base": "transformer",
+    "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
+    "required_values": (("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
+}
+FAMILY = Conv1DProjections(**_ROW)
+_DIVIDED = DividedProjections(**_ROW)
