@@ -144,14 +144,18 @@ def _by_pair(rotary: Rotary, energies: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
-    """`[heads, D]`, by which keys are as large as they count, and of a root mean square of one.
+    """`[heads, D]`, by which rounding keys costs least, and their root mean square is one.
+
+    The step is as the range of the dims, between the root of their energy (2-norm) and the largest (∞-norm): it is taken as
+    their 4-norm, (Σ f⁴ C²)^¼ for factors f and energies C. Rounding costs step² Σ M / f², with M the energies of the queries,
+    and least at f⁶ = M / C².
 
     Args:
         of_keys: `[heads, D]`, their mean squares.
         of_queries: `[heads, D]`, those of the queries that read them, added.
     """
     least = torch.finfo(torch.float64).tiny
-    factors = (of_queries.clamp_min(least) / of_keys.clamp_min(least)) ** 0.25
+    factors = of_queries.clamp_min(least) ** (1 / 6) / of_keys.clamp_min(least) ** (1 / 3)
     factors = factors.where((of_queries > 0) & (of_keys > 0), 1.0)
     size = (of_keys * factors.square()).mean(-1, keepdim=True).sqrt()
     return factors / size.where(size > 0, 1.0)
