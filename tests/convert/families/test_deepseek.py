@@ -210,9 +210,13 @@ def test_half_precision_is_that_of_the_source(convert: Convert, tmp_path: Path) 
     source, ids = saved(tmp_path / "source", "V3, YaRN"), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *sized(24, 8, "--pad-rank"), "--dtype", "bfloat16"))
     exact, half = said(stock(source), ids), said(stock(source, dtype=torch.bfloat16), ids)
-    off = float((half - exact).norm() / exact.norm())
+
+    def off(found: torch.Tensor) -> float:
+        """Of most tokens: rounding may send one to another expert."""
+        return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
     for model in (stock(tmp_path / "out", dtype=torch.bfloat16), load(tmp_path / "out", when="always", dtype=torch.bfloat16)):
-        assert float((said(model, ids) - exact).norm() / exact.norm()) < 3 * off + 0.02
+        assert off(said(model, ids)) < 1.5 * off(half)
         assert model.model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32, "as in the source's class"
 
 
