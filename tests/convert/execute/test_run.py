@@ -216,7 +216,7 @@ def test_what_stepped_aside_comes_back_until_something_replaces_it(
 
 def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
-    command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--groups")]
+    command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--no-text", "--groups")]
     assert run_forked(INTERRUPTED, "SIGKILL", *command, 2).returncode == -signal.SIGKILL
     ok(convert(*command, 1, "--resume", "--overwrite"))
     ok(convert("gqa", source, tmp_path / "whole", *command[3:], 1))

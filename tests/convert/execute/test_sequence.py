@@ -64,9 +64,9 @@ def test_each_step_brings_a_latent_of_a_latent_closer(
     checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
 ) -> None:
     full, lost = tmp_path / "full", {}
-    on = [*on, "--calibration-tokens", 2048]
+    on = [*on, "--calibration-tokens", 1024]
     ok(convert("mla", checkpoint(), full, *full_size(4, 8)))
-    for name, way in {"blind": [], "refit": on, "refined": [*on, "--no-refit", "--refine", 15]}.items():
+    for name, way in {"blind": [], "refit": on, "refined": [*on, "--no-refit", "--refine", 8]}.items():
         ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
         lost[name] = nats_lost(tmp_path / name, full, letters)
         provenance = json.loads((tmp_path / name / "conversion.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,19 +123,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_block_is_named(damage: str, converted: Path, text: Path, tmp_path: Path) -> None:
-    heal(converted, tmp_path / "one", text=text, teacher_cache=tmp_path / "cache", **SIZES)
-    files = list(tmp_path.glob("cache/*/*.safetensors"))
-    for file in files[1:]:  # held-out blocks stay, if they are the first
-        DAMAGES[damage](file)
-    with pytest.raises(Failure, match="is damaged") as error:
-        heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"tokens": 12800}))
-    assert any(str(file) in str(error.value) for file in files)
-    with pytest.raises(Failure, match="is damaged"):  # also while rates are tried
-        heal(
-            converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"lr": "auto", "tokens": 9600})
-        )
+def test_a_damaged_block_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
+    where = tmp_path / "cache"
+    heal(converted, tmp_path / "one", text=text, teacher_cache=where, **SIZES)
+    shutil.copytree(where, tmp_path / "kept")
+    for damage, damaged in DAMAGES.items():
+        files = list(where.glob("*/*.safetensors"))
+        for file in files[1:]:  # held-out blocks stay, if they are the first
+            damaged(file)
+        for more in ({"tokens": 12800}, {"lr": "auto", "tokens": 9600}):  # also while rates are tried
+            with pytest.raises(Failure, match="is damaged") as error:
+                heal(converted, tmp_path / "two", text=text, teacher_cache=where, **(SIZES | more))
+            assert any(str(file) in str(error.value) for file in files), damage
+        shutil.rmtree(where)
+        shutil.copytree(tmp_path / "kept", where)
 
 
 def test_a_disk_that_is_too_small_is_named_first(
