@@ -119,7 +119,7 @@ class _HeldGroups:
         return self._closed.nbytes + (0 if self._opened is None else self._opened.numel() * full)
 
     def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> Groups:
-        """Cache further tokens `[B, heads, T, n]`; return all, of which those from the first new token's group on are open.
+        """Cache further tokens `[B, heads, T, n]`; return all, those from the first new token's group on in full precision.
 
         `seen` `[B, S]` is false for padding, which no scale counts; None if there is none.
         """
@@ -131,7 +131,7 @@ class _HeldGroups:
             if seen is not None:
                 seen = seen[:, closed * tokens : (closed + behind) * tokens].to(new.device).view(-1, 1, behind, 1, tokens)
             self._closed.append(encode(groups, self.form, tokens, seen))
-        self._opened = opened[:, :, behind * tokens :]
+        self._opened = opened[:, :, behind * tokens :].clone() if behind else opened  # a view would keep all of them in memory
         return Groups(self._closed.stored, opened[:, :, first:], self.form)
 
     def require_one_group(self, count: int) -> None:
@@ -139,7 +139,7 @@ class _HeldGroups:
         if self.length % self.form.tokens + count > self.form.tokens:
             raise Refusal(
                 f"a cache in {self.form.name} takes tokens of one group of {self.form.tokens} at a time",
-                hint="call the model that attention.load(…, cache_dtype=…) returns, which says which keys a query reads",
+                hint="call the model that attention.load(…, cache_dtype=…) returns, which takes any number",
             )
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -194,9 +194,9 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         if isinstance(first, _HeldGroups) and not self.masked:
             first.require_one_group(key_states.shape[2])
         keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
-        if isinstance(keys, Groups) and keys.shape[2] > values.shape[2]:
-            opened, whole = keys.opened.shape[2], values.block(0, values.shape[2], value_states.dtype)
-            twice = whole[:, :, : keys.shape[2] - opened], whole[:, :, -opened:]
+        if isinstance(keys, Groups) and keys.shape[2] > values.shape[2]:  # some are there in both ways
+            count, whole = keys.opened.shape[2], values.block(0, values.shape[2], value_states.dtype)
+            twice = whole[:, :, : keys.shape[2] - count], whole[:, :, -count:]
             return keys.block(0, keys.shape[2], key_states.dtype), torch.cat(twice, 2)
         read = as_read(keys, key_states), as_read(values, value_states)
         if isinstance(read[0], Stored) == isinstance(read[1], Stored):

@@ -15,9 +15,10 @@ from attention.errors import Refusal
 from attention.formats import Format, format_named
 from attention.spec import AttentionSpec
 
-_PIECE = 1024  # tokens at once where a mask says which keys a query reads: theirs are there twice
+_PIECE = 1024  # tokens at once where a mask says which keys a query reads: the keys of these tokens are there twice
+_NOISE = 4  # times what cutting a text changes in the logits: what a mask may change
+_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE that depend on the length of what a call has read
 _CUT = ("input_ids", "position_ids", "cache_position", "token_type_ids")  # [..., T]
-_ROUNDING = 2**8  # times the dtype's own: what two ways to sum may differ in
 _INPUTS = ("input_ids", "inputs_embeds")
 # Outputs that those of pieces do not make up.
 _UNCUT = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
@@ -41,7 +42,7 @@ class EncodedForward:
         spec = AttentionSpec.from_config(model.config)
         spec.cache_bytes(form.name, 1, 0)  # refuses sizes that the format does not take
         self._layers, self._latent = spec.num_layers, spec.kv_lora_rank is not None
-        self._masked: bool | None = None
+        self._tried: dict[str, bool] = {}  # by attention implementation
         functools.update_wrapper(self, self.stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,10 +95,13 @@ class EncodedForward:
                 f"the cache of this model is stored in {self.form.name}, and cannot be {filled}",
                 hint="give none, or an empty DynamicCache",
             )
-        return self._filled(cache, self.form)
+        cache.layers = self._empty(self.form).layers
+        cache.layer_class_to_replicate = None
+        return cache
 
-    def _filled(self, cache: DynamicCache, form: Format) -> DynamicCache:
-        """The cache, with empty layers of a format."""
+    def _empty(self, form: Format) -> DynamicCache:
+        """A cache of a format."""
+        cache = DynamicCache()
         cache.layers = [EncodedLayer(form, self._latent) for _ in range(self._layers)]
         cache.layer_class_to_replicate = None
         return cache
@@ -112,18 +116,19 @@ class EncodedForward:
                 hint="give such a mask, or none",
             )
         bounds = [*range(size - past % size, total, size), total]
-        if several := len(bounds) > 1:
+        masked = len(bounds) > 1 and self._follows_masks()
+        if len(bounds) > 1:
             self._require_pieces(given, total)
-            if self._follows_masks():
-                bounds = [*range(_PIECE - past % size, total, _PIECE), total]
+        if masked:
+            bounds = [*range(_PIECE - past % size, total, _PIECE), total]
         kept, outputs, start = given.pop("logits_to_keep", 0), [], 0
         kept = kept % total if isinstance(kept, torch.Tensor) else kept
         for layer in cache.layers:
-            layer.seen, layer.masked = None if mask is None else mask.bool(), several and bool(self._masked)
+            layer.seen, layer.masked = None if mask is None else mask.bool(), masked
         try:
             for end in bounds:
                 wanted, piece = self._wanted_logits(kept, start, end, total), _piece(given, start, end, past)
-                if several and self._masked:
+                if masked:
                     piece["attention_mask"] = self._mask(piece, past + start, past + end)
                 outputs.append(self.stock(**piece, **wanted))
                 start = end
@@ -138,14 +143,14 @@ class EncodedForward:
         return last
 
     def _mask(self, piece: dict[str, Any], start: int, end: int) -> torch.Tensor:
-        """`[1 or B, 1, T, columns]`, added to logits: which keys of `EncodedLayer` tokens `start` … `end` - 1 read."""
+        """`[B, 1, T, columns]`, added to logits: which keys of `EncodedLayer` tokens `start` … `end` - 1 read."""
         given = next(piece[name] for name in _INPUTS if piece.get(name) is not None)
         size, tokens = self.form.tokens, torch.arange(end, device=given.device)
         queries, closed = tokens[start:, None], self.form.tokens_encoded(end)
         first = start - start % size
         groups = queries // size * size
         opened = (groups <= tokens[first:]) & (tokens[first:] <= queries)
-        read = torch.cat((tokens[:closed] < groups, opened), 1)[None]
+        read = torch.cat((tokens[:closed] < groups, opened), 1).expand(len(given), -1, -1)
         if (mask := piece.get("attention_mask")) is not None:
             seen = mask.bool().to(read.device)
             read = read & torch.cat((seen[:, :closed], seen[:, first:]), 1)[:, None]
@@ -153,32 +158,51 @@ class EncodedForward:
         return torch.zeros(read.shape, dtype=dtype, device=read.device).masked_fill(~read, torch.finfo(dtype).min)[:, None]
 
     def _follows_masks(self) -> bool:
-        """Whether the class reads what such a mask says: tried once, over a cache that rounds nothing.
+        """Whether the class reads what such a mask says: tried once, if its positions come from RoPE alone.
 
-        Windows may be longer than what is tried, so that a class with any does not count as one that does.
+        Others may count columns, or read positions off a mask. Windows may be longer than what is tried.
         """
-        if self._masked is None:
-            config = self.model.config.get_text_config(decoder=True)
-            layers = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
-            windows = [name for name, value in config.to_dict().items() if name.endswith(("window", "window_size")) and value]
-            plain = self.model.config._attn_implementation in ("sdpa", "eager") and layers == {DynamicLayer} and not windows
-            self._masked = plain and self._tried(config.vocab_size)
-        return self._masked
+        config = self.model.config
+        kind, windows = config._attn_implementation, ("window", "window_size")
+        if (
+            kind not in ("sdpa", "eager")
+            or config.get_text_config(decoder=True) is not config
+            or (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (None, *_BY_LENGTH)
+            or {type(layer) for layer in DynamicCache(config=config).layers} != {DynamicLayer}
+            or any(value for name, value in config.to_dict().items() if name.endswith(windows))
+        ):
+            return False
+        if kind not in self._tried:
+            try:
+                self._tried[kind] = self._reads_alike(config.vocab_size)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):  # of a class that takes no such mask
+                self._tried[kind] = False
+        return self._tried[kind]
 
-    def _tried(self, vocabulary: int) -> bool:
-        """Whether three groups of random tokens have the logits that they have without a cache."""
+    @torch.no_grad()
+    def _reads_alike(self, vocabulary: int) -> bool:
+        """Whether random tokens, and padding, have the same logits at once as group by group, where nothing is rounded."""
         size, device = self.form.tokens, self.model.get_input_embeddings().weight.device
-        ids = torch.randint(vocabulary, (1, 3 * size), generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(vocabulary, (2, 3 * size), generator=torch.Generator().manual_seed(0)).to(device)
+        seen = torch.ones_like(ids)
+        seen[1, size // 2 : size] = 0  # every token sees another one: eager attention may give NaN where there is none
+        expected = self.stock(input_ids=ids, attention_mask=seen, use_cache=False)["logits"]
+        # A plain dtype, whose keys come in groups all the same.
         lossless = replace(format_named(str(self.model.dtype).removeprefix("torch.")), tokens=size)
-        cache = self._filled(DynamicCache(), lossless)
-        for layer in cache.layers:
-            layer.masked = True
-        with torch.no_grad():
-            expected = self.stock(input_ids=ids, use_cache=False)["logits"].double()
-            mask = self._mask({"input_ids": ids}, 0, 3 * size)
-            found = self.stock(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)["logits"].double()
-        error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-        return bool(error < _ROUNDING * torch.finfo(self.model.dtype).eps)
+
+        def error(length: int) -> float:
+            cache, found = self._empty(lossless), []
+            for layer in cache.layers:
+                layer.seen, layer.masked = seen.bool(), length > size
+            for start in range(0, 3 * size, length):
+                piece = {"input_ids": ids[:, start : start + length], "attention_mask": seen[:, : start + length]}
+                if length > size:
+                    piece["attention_mask"] = self._mask(piece, 0, length)
+                found.append(self.stock(**piece, past_key_values=cache, use_cache=True)["logits"])
+            return float((torch.cat(found, 1) - expected)[seen.bool()].double().square().mean().sqrt())
+
+        tiny = 2**10 * torch.finfo(torch.float64).eps * float(expected.double().square().mean().sqrt())
+        return error(3 * size) <= _NOISE * error(size) + tiny
 
     def _require_pieces(self, given: dict[str, Any], total: int) -> None:
         """Refuse what cannot be had, or cannot be given, in pieces."""

@@ -104,7 +104,7 @@ class Family(ABC):
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
         computed: Ends of the names of tensors that the class computes itself, and that checkpoints may hold.
-        absorbed: Config fields whose effect is in the weights of records, so that results do not have them.
+        folded: Config fields whose effect is in the weights of records, so that results do not have them.
     """
 
     model_type: str
@@ -121,7 +121,7 @@ class Family(ABC):
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
-    absorbed: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
 
     # ---- what a layout defines -------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Family(ABC):
     # ---- what the config says --------------------------------------------------------------------------------------
 
     def for_config(self, config: Any) -> Family:
-        """The family whose names checkpoints with this config have, where a model type has several."""
+        """The family of checkpoints with this config, where a model type has several."""
         return self
 
     def unshared(self, config: Any, spec: AttentionSpec) -> str | None:

@@ -45,17 +45,17 @@ class Conv1DProjections(StackedProjections):
 class DividedProjections(Conv1DProjections):
     """Layer l, from 0, divides its logits by l + 1 (`scale_attn_by_inverse_layer_idx`); in records, its queries are divided."""
 
-    absorbed = ("scale_attn_by_inverse_layer_idx",)
+    folded = ("scale_attn_by_inverse_layer_idx",)
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return _with_queries(super().split(tensors, config, layer), 1 / (layer + 1))
+        return _queries_times(super().split(tensors, config, layer), 1 / (layer + 1))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        return super().join(_with_queries(record, layer + 1), spec, layer)
+        return super().join(_queries_times(record, layer + 1), spec, layer)
 
 
-def _with_queries(record: Attention, factor: float) -> Attention:
+def _queries_times(record: Attention, factor: float) -> Attention:
     bias = None if record.q_bias is None else record.q_bias * factor
     return replace(record, q=record.q * factor, q_bias=bias)
 

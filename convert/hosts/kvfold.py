@@ -136,7 +136,7 @@ class Kvfold(Host):
             traits, scaling = source.traits(config), source.scale(config)
             windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
             family, raw, config = _inside(source, raw, config)
-            inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.absorbed)}
+            inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
                 "model_type": MODEL_TYPE,

@@ -30,6 +30,8 @@ _PRIOR = 0.1  # how much directions count in which a text had nothing, as a shar
 def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     """The same function in balanced coordinates of the latent, which optimisers that move all weights alike (Adam) want, too.
 
+    Its RoPE key is balanced as well.
+
     Of a latent that is divided by its norm, orthogonal maps are free, and gains behind the norm: with A = U S Vᵀ, Vᵀ and S are
     as good as A. So the channel that makes the norm constant is cached no larger than it has to be.
 
@@ -146,9 +148,9 @@ def _by_pair(rotary: Rotary, energies: torch.Tensor) -> torch.Tensor:
 def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
     """`[heads, D]`, by which rounding keys costs least, and their root mean square is one.
 
-    The step is as the range of the dims, between the root of their energy (2-norm) and the largest (∞-norm): it is taken as
-    their 4-norm, (Σ f⁴ C²)^¼ for factors f and energies C. Rounding costs step² Σ M / f², with M the energies of the queries,
-    and least at f⁶ = M / C².
+    With factors f, energies C of keys and M of queries, rounding to steps of s costs s² Σ M / f². A group's step is its range.
+    That is more than the 2-norm of what its dims are (their energy) and less than the ∞-norm (the largest); the 4-norm stands
+    for it here: s² = (Σ f⁴ C²)^½. The product of both is least at f⁶ = M / C².
 
     Args:
         of_keys: `[heads, D]`, their mean squares.

@@ -41,6 +41,7 @@ def latent_model(dtype: torch.dtype = torch.float64) -> Any:
     return mla_model(dtype=dtype, neutral=(8.0,), head_dim=32, **SIZES)
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 MODELS = {"heads": grouped_model, "latent": latent_model}
 
 
@@ -136,15 +137,47 @@ def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
         ("gemma2", False, {"sliding_window": 20}),
         ("gpt_neo", False, {}),
         ("mpt", False, {}),
+        ("bloom", False, {}),
+        ("opt", False, {"max_position_embeddings": 80}),
+        ("phi3", False, {"original_max_position_embeddings": 100, "rope_parameters": LONGROPE}),
     ],
 )
 def test_groups_are_read_at_once_where_masks_are_followed(model_type: str, follows: bool, fields: dict[str, Any]) -> None:
-    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time."""
+    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time.
+
+    So do those whose frequencies depend on what a call has read.
+    """
     model, ids = store_encoded(tiny_model(tiny_config(model_type, **fields)).double(), "int2"), tokens(2, LONG)
     assert model.forward._follows_masks() == follows
     found = logits(model, ids, chunks=[LONG])
-    close = 1e-3 if model_type in ("gpt_neo", "mpt") else 1e-9  # they compute in float32
+    close = 1e-3 if model_type in ("gpt_neo", "mpt", "bloom") else 1e-9  # they compute in float32
     torch.testing.assert_close(logits(model, ids, chunks=[1, 30, 2]), found, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_whether_masks_are_followed_is_tried_in_the_dtype_and_by_the_implementation(dtype: torch.dtype, attention: str) -> None:
+    model = store_encoded(grouped_model(dtype), "int4")
+    model.set_attn_implementation(attention)
+    forward = model.forward
+    assert forward._follows_masks()
+    with torch.no_grad():  # such as ALiBi: a class that counts columns
+        model.model.layers[1].self_attn.register_forward_pre_hook(counted, with_kwargs=True)
+    forward._tried.clear()
+    assert not forward._follows_masks()
+    model.set_attn_implementation("flex_attention")
+    assert not forward._follows_masks()
+
+
+def counted(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Adds a bias by the number of a column to the mask."""
+    mask = kwargs["attention_mask"]
+    if mask is None:
+        return args, kwargs
+    added = torch.zeros(mask.shape, dtype=module.q_proj.weight.dtype)
+    added = added.masked_fill(~mask, torch.finfo(added.dtype).min) if mask.dtype == torch.bool else mask
+    slope = torch.arange(mask.shape[-1], dtype=added.dtype) / 16
+    return args, kwargs | {"attention_mask": (added.float() + slope).clamp_min(torch.finfo(added.dtype).min).to(added)}
 
 
 def test_a_long_text_is_read_in_pieces_that_masks_join(monkeypatch: pytest.MonkeyPatch) -> None:
