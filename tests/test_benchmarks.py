@@ -109,13 +109,15 @@ def test_grouped_decoding_is_measured_both_ways() -> None:
 
 def test_encoded_decoding_is_measured_beside_float32(tmp_path: Path) -> None:
     tiny_model(tiny_config("llama", num_key_value_heads=1)).save_pretrained(tmp_path / "mqa")
-    given = ["--length", "70", "--rounds", "1", "--formats", "int8", "int4"]
+    given = ["--length", "70", "--prompt", "70", "--rounds", "1", "--formats", "int8", "int4"]
     done = run_file(BENCHMARKS / "decode_encoded.py", str(tmp_path / "mqa"), *given)
     assert done.returncode == 0, done.stderr
-    milliseconds, of_none, of_float32 = table(done.stdout)
-    assert [row[0] for row in (milliseconds, of_none, of_float32)] == ["mqa: ms", "mqa: of none", "mqa: of float32"]
-    assert all(float(cell) > 0 for cell in milliseconds[1:])
-    assert (of_none[1], of_float32[2], len(of_none)) == ("1.00", "1.00", 5)
+    rows = table(done.stdout)
+    for what, (milliseconds, of_none, of_float32) in {"step": rows[:3], "prefill": rows[3:]}.items():
+        named = [f"mqa, {what}: {title}" for title in ("ms", "of none", "of float32")]
+        assert [row[0] for row in (milliseconds, of_none, of_float32)] == named
+        assert all(float(cell) > 0 for cell in milliseconds[1:])
+        assert (of_none[1], of_float32[2], len(of_none)) == ("1.00", "1.00", 5)
 
 
 LOOP = """
