@@ -95,13 +95,10 @@ class EncodedForward:
                 f"the cache of this model is stored in {self.form.name}, and cannot be {filled}",
                 hint="give none, or an empty DynamicCache",
             )
-        cache.layers = self._empty(self.form).layers
-        cache.layer_class_to_replicate = None
-        return cache
+        return self._emptied(cache, self.form)
 
-    def _empty(self, form: Format) -> DynamicCache:
-        """A cache of a format."""
-        cache = DynamicCache()
+    def _emptied(self, cache: DynamicCache, form: Format) -> DynamicCache:
+        """The cache, with empty layers of a format."""
         cache.layers = [EncodedLayer(form, self._latent) for _ in range(self._layers)]
         cache.layer_class_to_replicate = None
         return cache
@@ -116,10 +113,9 @@ class EncodedForward:
                 hint="give such a mask, or none",
             )
         bounds = [*range(size - past % size, total, size), total]
-        masked = len(bounds) > 1 and self._follows_masks()
         if len(bounds) > 1:
             self._require_pieces(given, total)
-        if masked:
+        if masked := len(bounds) > 1 and self._follows_masks():
             bounds = [*range(_PIECE - past % size, total, _PIECE), total]
         kept, outputs, start = given.pop("logits_to_keep", 0), [], 0
         kept = kept % total if isinstance(kept, torch.Tensor) else kept
@@ -191,7 +187,7 @@ class EncodedForward:
         lossless = replace(format_named(str(self.model.dtype).removeprefix("torch.")), tokens=size)
 
         def error(length: int) -> float:
-            cache, found = self._empty(lossless), []
+            cache, found = self._emptied(DynamicCache(), lossless), []
             for layer in cache.layers:
                 layer.seen, layer.masked = seen.bool(), length > size
             for start in range(0, 3 * size, length):

@@ -170,6 +170,11 @@ class Attention:
     def num_kv_heads(self) -> int:
         return self.k.shape[0]
 
+    def with_queries_times(self, factor: float) -> Attention:
+        """The same with all queries multiplied."""
+        bias = None if self.q_bias is None else self.q_bias * factor
+        return replace(self, q=self.q * factor, q_bias=bias)
+
     def paired(self, pairing: Pairing) -> Attention:
         """The same function with its rotary pairs as `pairing` has them; rows of queries and keys change places."""
         if self.rotary is None or self.rotary.pairing == pairing:

@@ -6,7 +6,6 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
@@ -48,16 +47,11 @@ class DividedProjections(Conv1DProjections):
     folded = ("scale_attn_by_inverse_layer_idx",)
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return _queries_times(super().split(tensors, config, layer), 1 / (layer + 1))
+        return super().split(tensors, config, layer).with_queries_times(1 / (layer + 1))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        return super().join(_queries_times(record, layer + 1), spec, layer)
-
-
-def _queries_times(record: Attention, factor: float) -> Attention:
-    bias = None if record.q_bias is None else record.q_bias * factor
-    return replace(record, q=record.q * factor, q_bias=bias)
+        return super().join(record.with_queries_times(layer + 1), spec, layer)
 
 
 def _transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
@@ -53,10 +52,7 @@ class _Scaled(MultiQueryProjections):
         """As `Family.join`. Queries absorb another scale, and biases that the record lacks are zeros."""
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         factor = record.scale * math.sqrt(spec.head_dim)
-        if math.isclose(factor, 1):
-            return super().join(record, spec, layer)
-        bias = None if record.q_bias is None else record.q_bias * factor
-        return super().join(replace(record, q=record.q * factor, q_bias=bias), spec, layer)
+        return super().join(record if math.isclose(factor, 1) else record.with_queries_times(factor), spec, layer)
 
 
 _LAYOUT = _Scaled(**GPT_BIGCODE)

@@ -207,16 +207,14 @@ def test_a_result_is_a_source(case: str, convert: Convert, tmp_path: Path) -> No
 
 
 def test_half_precision_is_that_of_the_source(convert: Convert, tmp_path: Path) -> None:
-    source, ids = saved(tmp_path / "source", "V3, YaRN"), tokens(12)
+    # All experts serve every token: rounding sends none to another one.
+    every = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+    source, ids = saved(tmp_path / "source", "V3, YaRN", **every), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *sized(24, 8, "--pad-rank"), "--dtype", "bfloat16"))
     exact, half = said(stock(source), ids), said(stock(source, dtype=torch.bfloat16), ids)
-
-    def off(found: torch.Tensor) -> float:
-        """Of most tokens: rounding may send one to another expert."""
-        return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
-
+    off = float((half - exact).norm() / exact.norm())
     for model in (stock(tmp_path / "out", dtype=torch.bfloat16), load(tmp_path / "out", when="always", dtype=torch.bfloat16)):
-        assert off(said(model, ids)) < 1.5 * off(half)
+        assert float((said(model, ids) - exact).norm() / exact.norm()) < 3 * off + 0.02
         assert model.model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32, "as in the source's class"
 
 
