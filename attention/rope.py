@@ -80,6 +80,12 @@ class Rotary:
     def dims(self) -> int:
         return 2 * len(self.frequencies)
 
+    @property
+    def backwards(self) -> Rotary:
+        """Pairs turn the other way (nanochat)."""
+        long = None if self.long_frequencies is None else -self.long_frequencies
+        return replace(self, frequencies=-self.frequencies, long_frequencies=long)
+
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `states [..., T, D]` by `positions [T]`; dims beyond P stay as they are."""
         return self.rotation(positions, states.dtype)(states)
@@ -157,7 +163,7 @@ def _between(frequencies: torch.Tensor, pairs: Sequence[float]) -> torch.Tensor:
         return found
     share = found.new_tensor([pair - low for pair, low in zip(pairs, whole, strict=True)])
     following = frequencies[[min(low + 1, len(frequencies) - 1) for low in whole]]
-    return found ** (1 - share) * following**share
+    return found.sign() * found.abs() ** (1 - share) * following.abs() ** share
 
 
 def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:

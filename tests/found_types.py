@@ -7,7 +7,7 @@ from typing import Any
 from tiny import VOCABULARY
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from convert.families import reading
+from convert import reading
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -20,15 +20,32 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "num_key_value_heads": 8,
 }  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SEES_AND_HEARS: dict[str, Any] = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+                      "image_size": 28, "crop_size": 28},
+    "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 4,
+                     "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
+}  # fmt: skip
+# Granite 4 without Mamba layers and experts.
+_DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 32, "mamba_n_heads": 8,
+          "mamba_d_head": "auto", "position_embedding_type": "rope"}  # fmt: skip
+BESIDES: dict[str, dict[str, Any]] = {  # by type
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}}, "granitemoehybrid": _DENSE,
+    "phi4_multimodal": _SEES_AND_HEARS,
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "youtu"), LATENT),
+}  # fmt: skip
 FOUND = [name for name in reading.FOUND if name in CONFIG_MAPPING]  # some came after the oldest transformers
-LATENTS = ("axk1", "glm4_moe_lite", "youtu")
-UNSHARED = ("gpt-sw3", "modernbert-decoder")  # their classes ignore the number of KV heads
+LATENTS = [name for name, besides in BESIDES.items() if besides is LATENT]
+UNSHARED = ("gpt-sw3", "modernbert-decoder", "persimmon")  # their classes ignore the number of KV heads
 SINKS = [name for name in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint") if name in FOUND]  # whose heads have sinks
+# Types that kvfold's class has no latent for: norms behind RoPE, senses, and a config that other sizes do not fit.
+WITHOUT_LATENT = ("hunyuan_v1_moe", "nanochat", "phi4_multimodal", "granitemoehybrid", *SINKS)
 SHARING = [name for name in FOUND if name not in (*LATENTS, *UNSHARED)]
 
 
 def small(model_type: str, **changes: Any) -> Any:
-    sizes = SIZES | (LATENT if model_type in LATENTS else {}) | changes
+    sizes = SIZES | BESIDES.get(model_type, {}) | changes
     if model_type in UNSHARED:
         sizes = {name: value for name, value in sizes.items() if name not in ("num_key_value_heads", "head_dim")}
     return AutoConfig.for_model(model_type, **sizes)

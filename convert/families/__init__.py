@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import blocked, bloom, conv1d, deepseek, falcon, interleaved, latent, mpt, multi_query, separate, stacked
+from convert.families import bloom, conv1d, deepseek, falcon, latent, mpt, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
@@ -13,9 +13,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *separate.ROWS,
         *stacked.ROWS,
-        *blocked.ROWS,
         mpt.FAMILY,
-        interleaved.FAMILY,
         falcon.FAMILY,
         bloom.FAMILY,
         conv1d.FAMILY,
@@ -27,6 +25,7 @@ FAMILIES: dict[str, Family] = {
 
 # Model types that are not read on purpose, and why.
 UNREAD = {
+    "ctrl": "its class calls an attention with values, keys and queries apart, which no output class takes",
     "openai-gpt": "its class in transformers keeps no KV cache",
 }
 

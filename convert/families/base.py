@@ -99,6 +99,7 @@ class Family(ABC):
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
+        keeps_names: Whether tensors whose roles nobody knows keep their names in results.
         in_engines: Whether engines that know its class run what becomes of it; False where nobody tried.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
@@ -117,6 +118,7 @@ class Family(ABC):
     needs_code: bool = False
     shares_heads: bool = True
     shares_one_head: bool = False
+    keeps_names: bool = False
     in_engines: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
@@ -169,7 +171,7 @@ class Family(ABC):
 
     def beside(self, name: str) -> str | None:
         """The name that a tensor keeps here whose role no table of the source's says; None if it has no place here."""
-        return None
+        return name if self.keeps_names else None
 
     # ---- what the config says --------------------------------------------------------------------------------------
 

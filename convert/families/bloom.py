@@ -6,28 +6,23 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-from convert.families.base import Traits
-from convert.families.interleaved import InterleavedProjections
 from convert.families.names import Row
 from convert.families.separate import nowhere
+from convert.families.stacked import MEGATRON, StackedProjections
 from convert.families.tables import megatron
 
 _LAYERS = "transformer.h"
 
 
-class Bloom(InterleavedProjections):
+class Bloom(StackedProjections):
     """Biases are everywhere."""
 
     def unreadable(self, config: Any) -> str | None:
         if config.pretraining_tp > 1 and config.slow_but_exact:
             return f"its class leaves out biases (slow_but_exact is true and pretraining_tp is {config.pretraining_tp})"
         return None
-
-    def traits(self, config: Any) -> Traits:
-        return replace(super().traits(config), adds_output=not config.apply_residual_connection_post_layernorm)
 
     def slopes(self, config: Any) -> tuple[float, ...]:
         heads = config.num_attention_heads
@@ -43,12 +38,14 @@ def _falling(heads: int) -> list[float]:
 
 FAMILY = Bloom(
     "bloom",
+    **MEGATRON,
     names=megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
         Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
     ),
     qkv_bias=True,
     o_bias=True,
     rotates=nowhere,
+    sums_unless=("apply_residual_connection_post_layernorm",),
     attention_path=f"{_LAYERS}.{{layer}}.self_attention",
     base="transformer",
 )

@@ -6,6 +6,7 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
@@ -13,7 +14,7 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family
 from convert.families.names import in_layers
 from convert.families.separate import nowhere
-from convert.families.stacked import StackedProjections
+from convert.families.stacked import BY_PART, StackedProjections
 from convert.families.tables import GPT2
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 class Conv1DProjections(StackedProjections):
     """`c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases."""
-
-    layout = "stacked projections, transposed"
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         return {name: shape[::-1] for name, shape in super().shapes(config, layer).items()}
@@ -65,6 +64,7 @@ _ROW: dict[str, Any] = {
         in_layers("transformer.h", "mlp.c_proj", "mlp.down", transposed=True),
     ),
     "qkv_name": "c_attn",
+    "order": replace(BY_PART, layout="stacked projections, transposed"),
     "o_name": "c_proj",
     "qkv_bias": True,
     "o_bias": True,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.base import Family, Traits
-from convert.families.interleaved import InterleavedProjections
+from convert.families.base import Family
 from convert.families.names import in_layers
+from convert.families.stacked import MEGATRON, StackedProjections
 from convert.families.tables import megatron
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ONE_NORM = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f",
 _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm"), in_layers(_LAYERS, "ln_mlp", "mlp_norm"))
 
 
-class Falcon(InterleavedProjections):
+class Falcon(StackedProjections):
     """One of its two tables of names."""
 
     shares_one_head = True
@@ -80,9 +80,6 @@ class Falcon(InterleavedProjections):
             facts["also"] |= {"KV heads that transformers caches": config.num_attention_heads}
         return facts
 
-    def traits(self, config: Any) -> Traits:
-        return replace(super().traits(config), adds_output=not (config.parallel_attn or config.new_decoder_architecture))
-
 
 def _rotating_everywhere(a: Attention) -> Attention:
     """The same record with pairs of rotary dims D/2 apart, as in the class, which rotates all D."""
@@ -109,9 +106,11 @@ def _norms(config: Any) -> int:
 
 FAMILY = Falcon(
     "falcon",
+    **MEGATRON,
     names=_ONE_NORM,
     qkv_bias="bias",
     o_bias="bias",
+    sums_unless=("parallel_attn", "new_decoder_architecture"),
     attention_path=f"{_LAYERS}.{{layer}}.self_attention",
     base="transformer",
 )

@@ -1,6 +1,6 @@
 """GPTBigCode (SantaCoder, StarCoder): one projection for queries, keys and values, with one KV head or as many as query heads.
 
-Its class knows no other number of KV heads. Rows lie by KV head, as in `convert.families.interleaved`. Positions are learned.
+Its class knows no other number of KV heads. Positions are learned.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.interleaved import InterleavedProjections
 from convert.families.separate import nowhere
+from convert.families.stacked import BY_KV_HEAD, StackedProjections
 from convert.families.tables import GPT2
 
 if TYPE_CHECKING:
     import torch
 
 
-class MultiQueryProjections(InterleavedProjections):
+class MultiQueryProjections(StackedProjections):
     """`c_attn [(H + 2) D, E]`, or without `multi_query` `c_attn [H 3 D, E]`, and `c_proj [E, H D]`, all with biases."""
 
     def class_kv_heads(self, config: Any) -> int:
@@ -36,6 +36,8 @@ GPT_BIGCODE: dict[str, Any] = {
     "model_type": "gpt_bigcode",
     "names": GPT2,
     "qkv_name": "c_attn",
+    "order": BY_KV_HEAD,
+    "shares_heads": False,
     "o_name": "c_proj",
     "qkv_bias": True,
     "o_bias": True,

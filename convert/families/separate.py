@@ -42,8 +42,8 @@ class NormRow:
     """How a family stores its QK-norm.
 
     Attributes:
-        storage: "shared" one `[D]` for all heads; "flat" one `[heads * D]`, normalised over all heads; "matrix" one
-            `[heads, D]`; "list" one `[D]` per head, under `norms.{head}`.
+        storage: "none" without gains; "shared" one `[D]` for all heads; "flat" one `[heads * D]`, normalised over all heads;
+            "matrix" one `[heads, D]`; "list" one `[D]` per head, under `norms.{head}`.
         switch: The config field that switches it on; always on if None.
         eps: The config field with its epsilon.
         gain_offset: 1 if the checkpoint stores gain − 1, else 0.
@@ -52,7 +52,7 @@ class NormRow:
     q: str = "q_norm"
     k: str = "k_norm"
     kind: Literal["rms", "layer"] = "rms"
-    storage: Literal["shared", "flat", "matrix", "list"] = "shared"
+    storage: Literal["none", "shared", "flat", "matrix", "list"] = "shared"
     switch: str | None = None
     eps: str = "rms_norm_eps"
     bias: bool = False
@@ -61,10 +61,12 @@ class NormRow:
 
     def form(self, eps: float) -> NormForm:
         scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
-        per_head = self.storage != "shared"
+        per_head = self.storage not in ("none", "shared")
         return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary)
 
     def names(self, name: str, heads: int) -> list[str]:
+        if self.storage == "none":
+            return []
         return [f"{name}.norms.{h}" for h in range(heads)] if self.storage == "list" else [name]
 
     def shape(self, heads: int, head_dim: int) -> tuple[int, ...]:
@@ -72,6 +74,9 @@ class NormRow:
 
     def read(self, tensors: Mapping[str, torch.Tensor], name: str, heads: int, head_dim: int, eps: float) -> QKNorm:
         import torch
+
+        if self.storage == "none":
+            return self.form(eps).with_gains(next(iter(tensors.values())).new_ones(1, head_dim), None)
 
         def stack(kind: str) -> torch.Tensor:
             parts = [tensors[f"{part}.{kind}"] for part in self.names(name, heads)]
@@ -85,7 +90,7 @@ class NormRow:
         for kind, values in (("weight", norm.gain), ("bias", norm.bias)):
             if values is not None:
                 names = self.names(name, heads)
-                parts = values.unbind() if self.storage == "list" else [values]
+                parts = values.unbind() if self.storage == "list" else [values][: len(names)]
                 head_dim = values.shape[-1]
                 out |= {f"{n}.{kind}": p.reshape(self.shape(heads, head_dim)) for n, p in zip(names, parts, strict=True)}
         return out
@@ -135,6 +140,7 @@ class SeparateProjections(Family):
         rotates: Which layers have RoPE.
         local: Which layers see `window_size` tokens, by a mask inside their attention.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
+        sums_unless: Config fields any of which, when on, make it continue otherwise.
         extra_features: Config fields that, when set, make the class do more than the record describes.
         extra_switch: The config field that switches those on; always on if None.
         required_values: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
@@ -159,6 +165,7 @@ class SeparateProjections(Family):
     local: Callable[[Any, int], bool] = nowhere
     names: NameTable = LLAMA
     adds_output: bool = True
+    sums_unless: tuple[str, ...] = ()
     extra_features: tuple[str, ...] = ()
     extra_switch: str | None = None
     restarts_cache: bool = False
@@ -239,7 +246,7 @@ class SeparateProjections(Family):
 
     def merges_norm_gains(self, config: Any) -> bool:
         norm = self._norm(config)
-        return norm is not None and norm.storage != "shared"
+        return norm is not None and norm.storage not in ("none", "shared")
 
     def inner_window(self, config: Any, layer: int) -> int | None:
         return int(config.window_size) if self.local(config, layer) else None
@@ -258,7 +265,7 @@ class SeparateProjections(Family):
             o_bias=self._flag(config, self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
-            adds_output=self.adds_output,
+            adds_output=self.adds_output and not any(getattr(config, field) for field in self.sums_unless),
             extra_features={field: value for field in extra if (value := getattr(config, field, None)) not in (None, False)},
         )
 

@@ -8,15 +8,16 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert import methods
-from convert.families.reading import require_proved
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output, check_output
 from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes, unfit
 from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
+from convert.reading import require_proved
 from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def plan_grouped(
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
     engine = engine_of(output.engine)
     host = host_of(hosts, family, source, spec, engine, "leave out --class" if output_class else None)
+    require_held(host, family, source)
     if engine:
         require_stored(engine, cache_dtype, engine.stores(host, spec))
     behind = host.reads_projections(family, source.config)

@@ -1,4 +1,4 @@
-"""Whether kvfold's class holds a type that experiments found: a small twin as MLA of full size has to lose nothing."""
+"""Whether kvfold's class holds a type that experiments found: a small twin of full size has to lose nothing there."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from attention.record import Attention
 if TYPE_CHECKING:
     import torch
 
+    from attention.record import Record
     from convert.families import Family
-    from convert.families.twin import Twin
     from convert.hosts.base import Host
     from convert.methods.latent import LatentMethod
+    from convert.reading.twin import Twin
     from eval.inputs.source import Source
 
 _ALIKE = 1e-4  # of the largest logit
 
 
-def require_held(host: Host, family: Family, source: Source, method: LatentMethod) -> None:
+def require_held(host: Host, family: Family, source: Source, method: LatentMethod | None = None) -> None:
     """Refuse a found type that kvfold's class does not hold. Rows of types were tested.
 
     Args:
         host: The output class.
         family: Of the source.
         source: The checkpoint to convert; only its config is read.
-        method: Any: at full size each is exact.
+        method: Of MLA, any: at full size each is exact. None for GQA and MQA.
 
     Raises:
         Refusal: The twin's logits change, or it does not run.
     """
     if family.in_engines or family.needs_code or host.kind != "kvfold":
         return
-    from convert.families.twin import Twin, near
+    from convert.reading.twin import Twin, near
 
-    hint = "GQA and MQA stay in its own class"
+    hint = "GQA and MQA stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
     try:
         twin = Twin(source.config)
         before = twin.logits(twin.text())
@@ -47,8 +48,8 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
         raise Refusal(f"{host.name}'s class does not compute what {source.config.model_type} does, on a small model", hint=hint)
 
 
-def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod) -> Any:
-    """The twin as MLA of full size in the host's class."""
+def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod | None) -> Any:
+    """The twin in the host's class, with all its KV heads or as MLA of full size."""
     from attention.models.configuration_kvfold import KvfoldConfig
     from attention.models.modeling_kvfold import KvfoldForCausalLM
     from convert.methods.latent import Allocation
@@ -56,22 +57,23 @@ def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod) -> 
 
     config, spec, rotary = twin.config, family.spec(twin.config), family.first_rotary(twin.config)
     pairs = tuple(pair for pair in range(len(rotary.frequencies)) for _ in range(spec.num_kv_heads)) if rotary else ()
-    target = spec.latent(family.latent_dims(config, 2 * len(pairs)), 2 * len(pairs))
-    assert target.kv_lora_rank is not None
-    allocation = Allocation(target.kv_lora_rank, pairs, rotary=rotary, nope_dims=target.qk_nope_head_dim)
+    target = spec.latent(family.latent_dims(config, 2 * len(pairs)), 2 * len(pairs)) if method else spec
+    allocation = Allocation(target.kv_lora_rank or 0, pairs, rotary=rotary, nope_dims=target.qk_nope_head_dim)
     state, layout = twin.model.state_dict(), host.layout(family)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(spec.num_layers):
-        record = family.split({name: state.pop(name) for name in family.shapes(config, layer)}, config, layer)
+        record: Record = family.split({name: state.pop(name) for name in family.shapes(config, layer)}, config, layer)
         assert isinstance(record, Attention), "experiments find heads"
         statistics = Statistics.assumed(config.hidden_size)
         if host.reads_projections(family, config):
             record = record.on_projected_inputs(family.traits(config).clip)
             assert record.projections is not None
             statistics = statistics.behind(record.projections)
-        tensors |= layout.join(method.factor(record, allocation, statistics), target, layer)
+        if method:
+            record = method.factor(record, allocation, statistics)
+        tensors |= layout.join(record, target, layer)
     tensors |= {kept: tensor for name, tensor in state.items() if (kept := layout.beside(name)) is not None}
-    chosen = rotary.select(pairs, "half") if rotary else None
+    chosen = rotary.select(pairs, "half") if rotary and method else None
     model = KvfoldForCausalLM(KvfoldConfig(**host.config(config.to_dict(), config, target, chosen))).float().eval()
     model.load_state_dict(tensors)
     return model

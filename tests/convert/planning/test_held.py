@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from found_types import SHARING, SINKS, small
+from found_types import SHARING, UNSHARED, WITHOUT_LATENT, small
 from latents import logits_of, same_logits
 from tiny import random_model, save_tokenizer
 from written import Convert, ok
 
+import attention
 from attention.errors import Refusal
 from attention.models.modeling_kvfold import KvfoldLatentAttention
-from convert.families.reading import family_for
-from convert.hosts.kvfold import LATENT_HOST
+from attention.spec import AttentionSpec
+from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.methods import load_latent
 from convert.planning.held import require_held
+from convert.reading import family_for
 from eval.inputs.source import Source
 
 WEIGHTED = load_latent("weighted")
@@ -29,10 +31,26 @@ def source(config: Any, path: Path) -> Source:
     return Source.parse(str(path))
 
 
-@pytest.mark.parametrize("model_type", [name for name in SHARING if name not in ("hunyuan_v1_moe", *SINKS)])
+@pytest.mark.parametrize("model_type", [name for name in (*SHARING, *UNSHARED) if name not in WITHOUT_LATENT])
 def test_kvfolds_class_holds_what_experiments_found(model_type: str, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
     require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
+
+
+# Classes that ignore the number of KV heads, and some with QK-norm, behind which kvfold's class shares heads.
+@pytest.mark.parametrize("model_type", [*UNSHARED, "dots1", "exaone_moe", "flex_olmo"])
+def test_kvfolds_class_holds_their_shared_heads(model_type: str, convert: Convert, tmp_path: Path) -> None:
+    made = source(small(model_type), tmp_path / "source")
+    require_held(HOST, family_for(made.config), made)
+    ok(convert("gqa", made.reference, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--no-text"))
+    model = attention.load(tmp_path / "out")
+    ids = torch.randint(4, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = model(ids).logits
+        cached = model(ids[:, :-1], use_cache=True).past_key_values
+        last = model(ids[:, -1:], past_key_values=cached).logits
+    torch.testing.assert_close(last[:, -1], whole[:, -1], rtol=1e-4, atol=1e-4)
+    assert AttentionSpec.from_config(model.config).num_kv_heads == 2
 
 
 @pytest.mark.parametrize("model_type", ["solar_open", "minimax_m2"])

@@ -11,23 +11,23 @@ from attention.errors import Refusal, one_line
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
 from convert.families.base import unmodelled_fields
-from convert.families.inside import decoder_of
 from convert.families.kvfold import KvfoldProjections
+from convert.reading.inside import decoder_of
 
 _log = logging.getLogger("kvfold")
 
 # Model types of transformers without a row that experiments read; tests make each from a small config.
 FOUND = (
-    "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
-    "glm4_moe_lite", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2", "minimax_m3_vl_text", "ministral3", "modernbert-decoder",
-    "solar_open", "youtu",
+    "aria_text", "axk1", "cohere2_moe", "cohere_compass_text", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+    "flint", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2",
+    "minimax_m3_vl_text", "ministral3", "modernbert-decoder", "nanochat", "persimmon", "phi4_multimodal", "solar_open", "youtu",
 )  # fmt: skip
 
 # Types with a decoder inside that experiments read. Tests convert each, and see pictures with llava and qwen2_5_vl.
 INSIDE = (
-    "aya_vision", "gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava",
+    "aya_vision", "emu3", "gemma3", "got_ocr2", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def require_proved(family: Family, config: Any) -> None:
         odd += [name for name, value in vars(config).items() if not _COVERED.search(name) and usual.get(name) != value]
         if not odd:
             return
-        from convert.families.twin import Twin, disproof
+        from convert.reading.twin import Twin, disproof
 
         twin = Twin(config)
         wrong = disproof(family.for_config(twin.config), twin)
@@ -83,13 +83,13 @@ def family_for(config: Any) -> Family:
     """The family of checkpoints with this config.
 
     Raises:
-        Refusal: As of `convert.families.family_of`, or of `convert.families.experiments.find`.
+        Refusal: As of `convert.families.family_of`, or of `convert.reading.experiments.find`.
     """
     if config.model_type == MODEL_TYPE:
         return KvfoldProjections(family_for(_before_latents(config)))
     alone = decoder_of(config) is config
     if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
         return family_of(config.model_type)
-    from convert.families.experiments import find  # takes torch
+    from convert.reading.experiments import find  # takes torch
 
     return find(config)

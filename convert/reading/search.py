@@ -1,11 +1,12 @@
 """The search for what a class computes that nobody has described: where its projections are, and which record explains them.
 
-It looks at a small twin (`convert.families.twin`). Candidates are few: which modules, RoPE or none, which dims form a pair, a
-window, a cap, the scale, sinks, a norm of queries and keys before or after RoPE.
+It looks at a small twin (`convert.reading.twin`). Candidates are few: which modules, RoPE or none, which dims form a pair, a
+window, a cap, the scale, sinks, the direction in which pairs turn, a norm of queries and keys before or after RoPE.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,11 @@ from attention import rope
 from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm
-from convert.families.found import Found, Reading
 from convert.families.names import NameTable
 from convert.families.separate import NormRow
-from convert.families.twin import Call, Twin, computed, kinds, near
+from convert.families.stacked import BY_KV_HEAD, BY_PART, PARTS, RowOrder
+from convert.reading.found import Found, Reading
+from convert.reading.twin import Call, Twin, computed, kinds, near
 
 
 class Unread(Exception):
@@ -37,11 +39,17 @@ class Unexplained(Unread):
 
 
 def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
-    """The path of the list of layers, that of the attention in a layer, and the names of its four projections there."""
+    """The path of the list of layers, that of the attention in a layer, and the names of its projections there.
+
+    They are those of queries, keys, values and outputs, or one of all that queries, keys and values are, and that of outputs.
+    """
     modules, count = dict(twin.model.named_modules()), len(twin.layers)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
-    stacks = [(path, found) for path in lists if (found := list(_attentions(modules, calls, f"{path}.0", spec)))]
-    if not stacks:
+    for stacked in (False, True):
+        stacks = [(path, found) for path in lists if (found := list(_attentions(modules, calls, f"{path}.0", spec, stacked)))]
+        if stacks:
+            break
+    else:
         raise Unread("its first layer has no attention of four projections")
     (layers, ((module, read, output), *others)), *more = stacks
     if others or more:
@@ -50,24 +58,27 @@ def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> t
     unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
     if any(name.startswith(f"{layers}.0.") for name in unused):
         raise Unread("its layers also attend to the states of an encoder")
-    # The first token sees itself alone, or a sink: queries and keys change little there, and values are all that there is.
+    if len(read) == 1:
+        return layers, module, (read[0], output)
     gave = {name: _without(twin, path, name) for name in read}
+    # Without values, all tokens get the same.
     values = [name for name in read if torch.equal(gave[name], gave[name][:, :1].expand_as(gave[name]))]
-    if len(read) > 3:
+    if len(read) > 3:  # the first token sees itself alone, or a sink: queries and keys change little there
         beside = [name for name in read if name not in values and not near(gave[name][:, 0], calls[path].gave[:, 0])]
         raise Unread(f"its attention has {', '.join(beside or read)} besides projections of queries, keys, values and outputs")
     if len(values) != 1:
         raise Unread(f"it is not clear which of its projections {', '.join(read)} makes values")
-    # Queries are larger than keys where heads share.
-    sizes = {name: modules[f"{path}.{name}"].out_features for name in read}
-    queries, keys = sorted(set(read) - set(values), key=lambda name: (-sizes[name], not name.startswith("q"), name))
+    queries, keys = sorted(set(read) - set(values), key=lambda name: _is_keys(twin, path, name, calls[path].gave))
     return layers, module, (queries, keys, values[0], output)
 
 
 def _attentions(
-    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec
+    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec, stacked: bool
 ) -> Iterator[tuple[str, list[str], str]]:
-    """The modules of a layer three or more of whose projections read its input, and one of which gives its output."""
+    """The modules of a layer three or more of whose projections read its input, and one of which gives its output.
+
+    One reads it if they are stacked.
+    """
     heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for path, module in modules.items():
         if not path.startswith(f"{layer}.") or path not in calls:
@@ -77,21 +88,29 @@ def _attentions(
         read = [name for name, call in own.items() if _same(call.read, calls[path].read)]
         gave = [name for name, call in own.items() if _same(call.gave, calls[path].gave)]
         sizes = [getattr(module, name).out_features for name in read]
-        if len(gave) == 1 and sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1):
+        separate = sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1)
+        if len(gave) == 1 and (sizes == [heads + 2 * groups] if stacked else separate):
             yield path.removeprefix(f"{layer}."), read, gave[0]
 
 
-def _without(twin: Twin, path: str, name: str) -> torch.Tensor:
-    """What an attention gives if one of its projections gives zero."""
-    parameters = list(twin.model.get_submodule(f"{path}.{name}").parameters())
-    kept = [parameter.clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.zero_()
-        gave = twin.calls()[path].gave
-        for parameter, values in zip(parameters, kept, strict=True):
-            parameter.copy_(values)
-    return gave
+def _without(twin: Twin, path: str, name: str, tokens: slice = slice(None)) -> torch.Tensor:
+    """What an attention gives if one of its projections gives zero, for all tokens or for some."""
+
+    def zeroed(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        changed = output.clone()
+        changed[:, tokens] = 0
+        return changed
+
+    handle = twin.model.get_submodule(f"{path}.{name}").register_forward_hook(zeroed)
+    try:
+        return twin.calls()[path].gave
+    finally:
+        handle.remove()
+
+
+def _is_keys(twin: Twin, path: str, name: str, usual: torch.Tensor) -> bool:
+    """Whether later tokens read what a projection gives for the first one; its query serves that token alone."""
+    return not torch.equal(_without(twin, path, name, slice(1))[:, 1:], usual[:, 1:])
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -112,20 +131,34 @@ class Search:
         self.first = twin.model.get_submodule(self.path.format(layer=0))
 
     def family(self, config: Any) -> Found:
+        """The first that explains the class, of those whose stacked rows have either order.
+
+        Raises:
+            Unread: None does.
+        """
+        if len(self.names) > 2:
+            return self._family(config, BY_PART)
+        with contextlib.suppress(Unread):
+            return self._family(config, BY_KV_HEAD)
+        return self._family(config, BY_PART)
+
+    def _family(self, config: Any, order: RowOrder) -> Found:
         biases = [self.first.get_submodule(name).bias is not None for name in self.names]
-        norms = [self._norm(name) for name in self.names[:2]]
-        if len(set(biases[:3])) > 1 or (norms[0] is None) != (norms[1] is None):
+        norms = [self._norm(states) for states in self._states(order)]
+        if len(set(biases[:-1])) > 1 or (norms[0] is None) != (norms[1] is None):
             raise Unread("its queries, keys and values do not have biases and norms alike")
         (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
         family = Found(
             config.model_type,
             qkv_bias=biases[0],
-            o_bias=biases[3],
+            o_bias=biases[-1],
             norm=row and replace(row, q=q_norm, k=k_norm),
             names=NameTable([]),
             shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
             attention_path=self.path,
-            projections=self.names,
+            projections=self.names if len(self.names) > 2 else (*PARTS, self.names[1]),
+            qkv_name="" if len(self.names) > 2 else self.names[0],
+            order=order,
             lists=self.twin.lists,
             rope_stride=self._rope_stride(),
             input=self._input_norm(),
@@ -171,16 +204,25 @@ class Search:
             if any(name not in state or state[name].shape != shape for name, shape in wanted.items()):
                 raise Unread(f"layer {stands_for} has no attention like the first layer's")
 
-    def _norm(self, projection: str) -> tuple[str, NormRow] | None:
-        """The norm of what a projection gives, before or after RoPE: its name, and how it normalises."""
+    def _states(self, order: RowOrder) -> Sequence[torch.Tensor]:
+        """What its projections give as queries and as keys, each `[1, heads, T, D]`."""
+        spec, path = self.spec, self.path.format(layer=0)
+        given = torch.cat([self.calls[f"{path}.{name}"].gave[0] for name in self.names[:-1]], -1)
+        heads = order.in_order(given.mT, spec).unflatten(0, (-1, spec.head_dim)).transpose(1, 2)
+        return heads[None].split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)[:2]
+
+    def _norm(self, states: torch.Tensor) -> tuple[str, NormRow] | None:
+        """The norm of queries or keys `[1, heads, T, D]`, before or after RoPE: its name, and how it normalises."""
         path = self.path.format(layer=0)
-        states = self.calls[f"{path}.{projection}"].gave.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)  # [1, H, T, D]
         for name, module in self.first.named_modules():
             call, gain = self.calls.get(f"{path}.{name}"), getattr(module, "weight", None)
-            if call is None or isinstance(module, nn.Linear) or not isinstance(gain, torch.Tensor):
+            if call is None or isinstance(module, nn.Linear):
                 continue
             read, gave = _by_heads(call.read, states.shape), _by_heads(call.gave, states.shape)
-            if read is None or gave is None or gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
+            # RoPE leaves the first token as it is, up to a factor of cosines.
+            if read is None or gave is None or not _along(read[:, :, 0], states[:, :, 0]):
+                continue
+            if gain is not None and gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
                 continue
             if (row := self._form(module, read, gave, after_rotary=not torch.equal(read, states))) is not None:
                 return name, row
@@ -188,13 +230,16 @@ class Search:
 
     def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool) -> NormRow | None:
         """How a norm of heads `[1, H, T, D]` normalises, by what it gives."""
-        gain, bias, eps, dim = module.weight, getattr(module, "bias", None), _eps(module), read.shape[-1]
+        gain, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        eps, dim = _eps(module), read.shape[-1]
         field = next(
             (name for name, value in vars(self.twin.decoder).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
         )
-        storage: Literal["shared", "flat", "matrix"] = (
-            "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
-        )
+        storage: Literal["none", "shared", "flat", "matrix"] = "none"
+        if gain is None:
+            gain = read.new_ones(dim)
+        else:
+            storage = "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
         forms: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
         for kind, offset in itertools.product(forms if field else (), (0.0, 1.0)):
             row = NormRow(
@@ -234,8 +279,8 @@ class Search:
     def _rotations(self) -> Iterator[Reading]:
         pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")
         yield from (
-            Reading(pairing, share)
-            for pairing, share in itertools.product(pairings, (False, True))
+            Reading(pairing, share, backwards)
+            for backwards, pairing, share in itertools.product((False, True), pairings, (False, True))
             if getattr(self.twin.decoder, "rope_parameters", None)
         )
         yield Reading()
@@ -275,6 +320,11 @@ def _scale(record: Attention, call: Call) -> float | None:
             return None
         low, high = best - width, best + width
     return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
+
+
+def _along(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one is the other times a number."""
+    return near(a * (b.norm() / a.norm()), b)
 
 
 def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
-"""Reads a model type that has no row by experiments on small twins of its class (`convert.families.twin`).
+"""Reads a model type that has no row by experiments on small twins of its class (`convert.reading.twin`).
 
-A record that the search finds (`convert.families.search`) has to compute what two twins do, and the layers of the class itself
+A record that the search finds (`convert.reading.search`) has to compute what two twins do, and the layers of the class itself
 must not differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
 or a field of the config without which it would be read.
 """
@@ -22,12 +22,12 @@ from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import Family
-from convert.families.found import Found
-from convert.families.inside import Inside, decoder_of
 from convert.families.latent import LatentLayout
-from convert.families.search import Search, Unexplained, Unread, projections
 from convert.families.separate import SeparateProjections
-from convert.families.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
+from convert.reading.found import Found
+from convert.reading.inside import Inside, decoder_of
+from convert.reading.search import Search, Unexplained, Unread, projections
+from convert.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from eval.machine.capacity import without_weights
 
 _SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
@@ -152,6 +152,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
             family = copy.copy(row.for_config(twin.config))
             object.__setattr__(family, "model_type", config.model_type)
+            object.__setattr__(family, "keeps_names", True)
             object.__setattr__(family, "in_engines", False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
             wanted = {

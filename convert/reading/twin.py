@@ -21,7 +21,7 @@ from accelerate.utils import set_module_tensor_to_device
 from attention.auto import auto_class
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
-from convert.families.inside import decoder_of
+from convert.reading.inside import decoder_of
 
 if TYPE_CHECKING:
     from attention.record import Record
@@ -106,11 +106,19 @@ class Twin:
         self._fill()
 
     def _fill(self) -> None:
-        """Give the decoder, its embeddings and its head random weights."""
+        """Give the decoder, its embeddings and its head random weights; models inside it, such as one that sees, have none."""
         parts = [self.model]
         if self.decoder is not self.config:
             parts = [self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        described = type(self.decoder)
+        others = [
+            module
+            for part in parts
+            for module in part.modules()
+            if not isinstance(getattr(module, "config", self.decoder), described)
+        ]
         wanted = {id(weight) for part in parts for weight in part.parameters()}
+        wanted -= {id(weight) for module in others for weight in module.parameters()}
         found = [(name, weight) for name, weight in self.model.named_parameters() if id(weight) in wanted]
         if (size := sum(weight.numel() for _, weight in found)) > _MOST:
             raise ValueError(f"{size:,} parameters are left of it, which is not small")

@@ -29,6 +29,7 @@ class Inside(Family):
         model_type: Of the model.
     """
 
+    keeps_names = True
     in_engines = False
 
     def __init__(self, inner: Family, path: str, model_type: str) -> None:
@@ -71,9 +72,6 @@ class Inside(Family):
 
     def output(self, layer: int) -> str:
         return self.module(layer) + self.inner.output(layer).removeprefix(self.inner.module(layer))
-
-    def beside(self, name: str) -> str | None:
-        return name
 
     def unreadable(self, config: Any) -> str | None:
         return self.inner.unreadable(decoder_of(config))

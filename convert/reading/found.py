@@ -1,4 +1,4 @@
-"""The family of a model type that has no row, as experiments find it (`convert.families.experiments`)."""
+"""The family of a model type that has no row, as experiments find it (`convert.reading.experiments`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attention.record import Attention, Record
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm, Traits
-from convert.families.inside import decoder_of
-from convert.families.separate import SeparateProjections
-from convert.families.twin import kinds
+from convert.families.stacked import PARTS, StackedProjections
+from convert.reading.inside import decoder_of
+from convert.reading.twin import kinds
 
-_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NAMES = (*PARTS, "o_proj")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Reading:
     Attributes:
         pairing: Of its RoPE; None without.
         partial: As in `attention.rope.from_config`.
+        backwards: Whether pairs turn by negative angles.
         window: The config field that says how many tokens it sees; None if it sees all.
         cap: Whether its logits are capped at `attn_logit_softcapping`.
         scale: Of its logits.
@@ -34,6 +35,7 @@ class Reading:
 
     pairing: rope.Pairing | None = None
     partial: bool = False
+    backwards: bool = False
     window: str | None = None
     cap: bool = False
     scale: float = 1.0
@@ -42,7 +44,8 @@ class Reading:
         if self.pairing is None:
             return None
         types = getattr(config, "layer_types", None)
-        return rope.from_config(config, head_dim, self.pairing, types[layer] if types else None, self.partial)
+        found = rope.from_config(config, head_dim, self.pairing, types[layer] if types else None, self.partial)
+        return found.backwards if self.backwards else found
 
     def scoring(self, config: Any) -> Scoring:
         window = None if self.window is None else int(getattr(config, self.window))
@@ -50,24 +53,26 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Found(SeparateProjections):
+class Found(StackedProjections):
     """A family that experiments have found for one config, and for what becomes of it.
 
     Attributes:
         projections: The names of the projections of queries, keys, values and outputs in the attention's module.
         lists: The names of the config's lists that have an entry for each layer.
-        readings: What each kind of layer computes (`convert.families.twin.kinds`).
+        readings: What each kind of layer computes (`convert.reading.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
         sinks: The name behind the attention's path of a tensor `[H]`, the sinks of its heads; None without.
     """
 
-    projections: tuple[str, ...] = _PARTS
+    qkv_name: str = ""
+    projections: tuple[str, ...] = _NAMES
     lists: tuple[str, ...] = ()
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: InputNorm | None = None
     far_queries: float | None = None
     sinks: str | None = None
+    keeps_names = True
     in_engines = False
 
     def traits(self, config: Any) -> Traits:
@@ -76,9 +81,6 @@ class Found(SeparateProjections):
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
-
-    def beside(self, name: str) -> str | None:
-        return name
 
     def unreadable(self, config: Any) -> str | None:
         return super().unreadable(decoder_of(config))
@@ -96,17 +98,18 @@ class Found(SeparateProjections):
         return self.reading(config, layer).scoring(decoder_of(config))
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        shapes = self._renamed(super().shapes(decoder_of(config), layer), layer, _PARTS, self.projections)
+        shapes = self._renamed(super().shapes(decoder_of(config), layer), layer, _NAMES, self.projections)
         return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec(config).num_heads,)}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        record = super().split(self._renamed(tensors, layer, self.projections, _PARTS), decoder_of(config), layer)
+        own = {name: tensor for name, tensor in tensors.items() if self.sinks is None or name != self._of_sinks(layer)}
+        record = super().split(self._renamed(own, layer, self.projections, _NAMES), decoder_of(config), layer)
         return record if self.sinks is None else replace(record, sinks=tensors[self._of_sinks(layer)])
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         assert (record.sinks is None) == (self.sinks is None), "the class has sinks, or it has none"
-        tensors = self._renamed(super().join(replace(record, sinks=None), spec, layer), layer, _PARTS, self.projections)
+        tensors = self._renamed(super().join(replace(record, sinks=None), spec, layer), layer, _NAMES, self.projections)
         return tensors if record.sinks is None else tensors | {self._of_sinks(layer): record.sinks}
 
     def _of_sinks(self, layer: int) -> str:
