@@ -16,6 +16,7 @@ class NormForm:
     Attributes:
         per_head: Whether each head has its own gains.
         bias: Whether it adds a bias.
+        fixed: Whether the class has no gains, so that they have to stay one.
     """
 
     kind: Literal["rms", "layer"]
@@ -25,13 +26,14 @@ class NormForm:
     eps: float
     gain_offset: float = 0.0
     after_rotary: bool = False
+    fixed: bool = False
 
     def with_gains(self, gain: torch.Tensor, bias: torch.Tensor | None) -> QKNorm:
         """The norm with these gains, `[1 or heads, D]`, and with a bias of that shape if it has one."""
-        return QKNorm(self.kind, self.scope, gain, bias, self.eps, self.gain_offset, self.after_rotary)
+        return QKNorm(self.kind, self.scope, gain, bias, self.eps, self.gain_offset, self.after_rotary, self.fixed)
 
     def __str__(self) -> str:
-        gains = "flat" if self.scope == "all" else "each head's own" if self.per_head else "shared"
+        gains = "flat" if self.scope == "all" else "each head's own" if self.per_head else "no" if self.fixed else "shared"
         return f"{self.kind}, {gains} gains"
 
 
@@ -47,6 +49,7 @@ class QKNorm:
         eps: Added to the variance.
         gain_offset: 1 where the checkpoint stores gain − 1 (Gemma).
         after_rotary: Whether it follows RoPE (HunYuan) instead of preceding it.
+        fixed: Whether the class has no gains: `gain` is one, and has to stay so.
     """
 
     kind: Literal["rms", "layer"]
@@ -56,6 +59,7 @@ class QKNorm:
     eps: float
     gain_offset: float = 0.0
     after_rotary: bool = False
+    fixed: bool = False
 
     @property
     def per_head_gains(self) -> bool:

@@ -62,7 +62,8 @@ class NormRow:
     def form(self, eps: float) -> NormForm:
         scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
         per_head = self.storage not in ("none", "shared")
-        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary)
+        fixed = self.storage == "none"
+        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
 
     def names(self, name: str, heads: int) -> list[str]:
         if self.storage == "none":
@@ -86,11 +87,14 @@ class NormRow:
         return self.form(eps).with_gains(stack("weight"), stack("bias") if self.bias else None)
 
     def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
+        if self.storage == "none":
+            assert bool((norm.gain == 1).all()), "the class has no gains, and these would be lost"
+            return {}
         out: dict[str, torch.Tensor] = {}
         for kind, values in (("weight", norm.gain), ("bias", norm.bias)):
             if values is not None:
                 names = self.names(name, heads)
-                parts = values.unbind() if self.storage == "list" else [values][: len(names)]
+                parts = values.unbind() if self.storage == "list" else [values]
                 head_dim = values.shape[-1]
                 out |= {f"{n}.{kind}": p.reshape(self.shape(heads, head_dim)) for n, p in zip(names, parts, strict=True)}
         return out

@@ -30,11 +30,13 @@ class RowOrder:
         layout: For display.
         in_order: Makes rows of a file those of all queries, then of all keys, then of all values.
         in_file: The inverse.
+        blocks: Parts with equally many heads.
     """
 
     layout: str
     in_order: Rows
     in_file: Rows
+    blocks: int = 1
 
 
 def _by_kv_head_in_order(rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -69,7 +71,7 @@ BY_PART = RowOrder("stacked projections", lambda rows, spec: rows, lambda rows, 
 # Of each KV head, the Qs of its query heads, its K and its V: Q, K, V for each head, if there are as many of both.
 BY_KV_HEAD = RowOrder("interleaved projections", _by_kv_head_in_order, _by_kv_head_in_file)
 # Each block has the queries, values and keys of a quarter of the heads. They were the parts of the model on four devices.
-IN_BLOCKS = RowOrder("projections in four blocks", _blocks_in_order, _blocks_in_file)
+IN_BLOCKS = RowOrder("projections in four blocks", _blocks_in_order, _blocks_in_file, _BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class StackedProjections(SeparateProjections):
 
     @property
     def layout(self) -> str:  # type: ignore[override]
-        return self.order.layout
+        return self.order.layout if self.qkv_name else super().layout
 
     def unreadable(self, config: Any) -> str | None:
-        if self.order is IN_BLOCKS and (heads := config.num_attention_heads) % _BLOCKS:
-            return f"its projections have {_BLOCKS} blocks of equally many heads, and num_attention_heads is {heads}"
+        if (heads := config.num_attention_heads) % (blocks := self.order.blocks):
+            return f"its projections have {blocks} blocks of equally many heads, and num_attention_heads is {heads}"
         return super().unreadable(config)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:

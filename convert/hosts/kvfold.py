@@ -111,7 +111,8 @@ class Kvfold(Host):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
-        if inner.get_text_config(decoder=True) is not inner or any(hasattr(inner, sense) for sense in _SENSES):
+        found_alone = not family.in_engines and any(getattr(inner, sense, None) is not None for sense in _SENSES)
+        if inner.get_text_config(decoder=True) is not inner or found_alone:
             return "its decoder is inside another model, and the class holds decoders alone"
         if inner.model_type not in self.families and (family.in_engines or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
@@ -209,7 +210,7 @@ def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
     if traits.qk_norm is None:
         return kept
     stated = asdict(traits.qk_norm)
-    del stated["after_rotary"]  # it comes before RoPE
+    del stated["after_rotary"], stated["fixed"]  # in this class it comes before RoPE, and has gains
     return {"qk_norm": stated, **kept}
 
 

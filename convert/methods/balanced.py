@@ -115,9 +115,10 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
 def _balanced_keys(a: Attention, heads: list[Heads]) -> Attention:
     """The same function with one factor for each pair of dims of a KV head's keys, and its inverse in the queries'.
 
-    Gains that are stored less one (Gemma) would lose bits, so that these keys stay as they are.
+    Gains that are stored less one (Gemma) would lose bits, and a norm without gains takes no factors: these keys stay as they
+    are.
     """
-    if any(norm is not None and norm.gain_offset for norm in (a.k_norm, a.q_norm)):
+    if any(norm is not None and (norm.gain_offset or norm.fixed) for norm in (a.k_norm, a.q_norm)):
         return a
     groups = len(a.k)
     of_keys = _energies([torch.cat((each.kept_rope, each.kept_nope), -1) for each in heads])

@@ -6,7 +6,6 @@ window, a cap, the scale, sinks, the direction in which pairs turn, a norm of qu
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ class Unexplained(Unread):
 def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
     """The path of the list of layers, that of the attention in a layer, and the names of its projections there.
 
-    They are those of queries, keys, values and outputs, or one of all that queries, keys and values are, and that of outputs.
+    They are those of queries, keys, values and outputs; or one for queries, keys and values together, and that of outputs.
     """
     modules, count = dict(twin.model.named_modules()), len(twin.layers)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
@@ -50,7 +49,7 @@ def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> t
         if stacks:
             break
     else:
-        raise Unread("its first layer has no attention of four projections")
+        raise Unread("its first layer has no attention with projections of queries, keys, values and outputs")
     (layers, ((module, read, output), *others)), *more = stacks
     if others or more:
         raise Unread("its layers have several attentions, or there are several stacks of layers")
@@ -68,7 +67,8 @@ def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> t
         raise Unread(f"its attention has {', '.join(beside or read)} besides projections of queries, keys, values and outputs")
     if len(values) != 1:
         raise Unread(f"it is not clear which of its projections {', '.join(read)} makes values")
-    queries, keys = sorted(set(read) - set(values), key=lambda name: _is_keys(twin, path, name, calls[path].gave))
+    rest = [name for name in read if name not in values]
+    queries, keys = sorted(rest, key=lambda name: _is_keys(twin, path, name, calls[path].gave))
     return layers, module, (queries, keys, values[0], output)
 
 
@@ -77,7 +77,7 @@ def _attentions(
 ) -> Iterator[tuple[str, list[str], str]]:
     """The modules of a layer three or more of whose projections read its input, and one of which gives its output.
 
-    One reads it if they are stacked.
+    If `stacked`, one alone reads it, of the size of queries, keys and values together.
     """
     heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for path, module in modules.items():
@@ -131,16 +131,22 @@ class Search:
         self.first = twin.model.get_submodule(self.path.format(layer=0))
 
     def family(self, config: Any) -> Found:
-        """The first that explains the class, of those whose stacked rows have either order.
+        """The family that explains the class; if its projections are stacked, rows by part are tried before rows by KV head.
 
         Raises:
             Unread: None does.
         """
-        if len(self.names) > 2:
+        try:
             return self._family(config, BY_PART)
-        with contextlib.suppress(Unread):
-            return self._family(config, BY_KV_HEAD)
-        return self._family(config, BY_PART)
+        except Unread as why:
+            if len(self.names) > 2:
+                raise
+            try:
+                return self._family(config, BY_KV_HEAD)
+            except Unexplained:
+                raise  # it accounts for all parameters
+            except Unread:
+                raise why from None
 
     def _family(self, config: Any, order: RowOrder) -> Found:
         biases = [self.first.get_submodule(name).bias is not None for name in self.names]
@@ -174,10 +180,19 @@ class Search:
                 raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
         if len({reading.scale for reading in readings.values()}) > 1:
             raise Unread("its layers scale their logits by different factors")
+        pairings = {reading.pairing for reading in readings.values() if reading.pairing}
+        if len(pairings) > 1:
+            raise Unread("its layers rotate different pairs of dims")
         windows = tuple({reading.window: None for reading in readings.values() if reading.window})
         caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
         scale = next(iter(readings.values())).scale
-        return replace(family, readings=tuple(readings.items()), scaled_by=scale, extra_features=(*caps, *windows))
+        return replace(
+            family,
+            pairing=next(iter(pairings), "half"),
+            readings=tuple(readings.items()),
+            scaled_by=scale,
+            extra_features=(*caps, *windows),
+        )
 
     def _rope_stride(self) -> int:
         """Columns of the class's cosines from one frequency to the next."""
@@ -216,11 +231,14 @@ class Search:
         path = self.path.format(layer=0)
         for name, module in self.first.named_modules():
             call, gain = self.calls.get(f"{path}.{name}"), getattr(module, "weight", None)
-            if call is None or isinstance(module, nn.Linear):
+            if call is None or isinstance(module, nn.Linear) or not isinstance(gain, torch.Tensor | None):
                 continue
             read, gave = _by_heads(call.read, states.shape), _by_heads(call.gave, states.shape)
-            # RoPE leaves the first token as it is, up to a factor of cosines.
-            if read is None or gave is None or not _along(read[:, :, 0], states[:, :, 0]):
+            if read is None or gave is None:
+                continue
+            if call.times:
+                raise Unexplained(f"{name} of its attention runs several times")
+            if not _along(read[:, :, 0], states[:, :, 0]):  # RoPE leaves the first token as it is, up to a factor of cosines
                 continue
             if gain is not None and gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
                 continue

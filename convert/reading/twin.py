@@ -107,15 +107,16 @@ class Twin:
 
     def _fill(self) -> None:
         """Give the decoder, its embeddings and its head random weights; models inside it, such as one that sees, have none."""
+        from transformers import PreTrainedConfig
+
         parts = [self.model]
         if self.decoder is not self.config:
             parts = [self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        described = type(self.decoder)
+        configs = {module: getattr(module, "config", None) for part in parts for module in part.modules()}
         others = [
             module
-            for part in parts
-            for module in part.modules()
-            if not isinstance(getattr(module, "config", self.decoder), described)
+            for module, config in configs.items()
+            if isinstance(config, PreTrainedConfig) and not isinstance(config, type(self.decoder))
         ]
         wanted = {id(weight) for part in parts for weight in part.parameters()}
         wanted -= {id(weight) for module in others for weight in module.parameters()}

@@ -1,4 +1,4 @@
-"""CodeGen's four blocks: split and join are inverse, bit for bit, and heads are where the class has them."""
+"""Stacked projections, here CodeGen's four blocks: split and join are inverse, and heads are where the class has them."""
 
 from __future__ import annotations
 

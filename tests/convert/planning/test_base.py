@@ -84,7 +84,7 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model type 'bert' cannot be read: its first layer has no attention of four projections"),
+        ({"model_type": "bert"}, "model type 'bert' cannot be read: its first layer has no attention with projections"),
         ({"model_type": "baichuan", "auto_map": OWN}, "model type 'baichuan' cannot be read: its class is code of its own"),
         ({"model_type": "RefinedWeb", "auto_map": OWN}, "of model type 'RefinedWeb', as falcon was called before"),
         ({"model_type": "RefinedWeb"}, "rename n_head to num_attention_heads"),

@@ -15,7 +15,7 @@ from alike import comes_back
 from found_types import FOUND, SHARING, SINKS, SIZES, small
 from PIL import Image
 from rows import rows
-from tiny import VOCABULARY, random_model, save_tokenizer
+from tiny import VOCABULARY, duplicate_kv_heads, random_model, save_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
@@ -52,6 +52,27 @@ def test_the_types_that_are_listed_are_found(model_type: str) -> None:
     family = find(config)
     assert family.model_type == config.model_type
     assert family is find(small(model_type)), "the experiments of a config are made once"
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_what_is_found_comes_back(model_type: str) -> None:
+    config = small(model_type)
+    comes_back(find(config), config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "cohere2_moe", "nanochat", "dots1"])
+@pytest.mark.parametrize("fitted", [False, True], ids=["blind", "fitted"])
+def test_equal_heads_merge_without_loss(
+    model_type: str, fitted: bool, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    """Pairs of dims stay where the class rotates them."""
+    model = random_model(small(model_type))
+    duplicate_kv_heads(model, 2)
+    model.save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source")
+    ways = on if fitted else ["--no-text"]
+    ok(convert("gqa", tmp_path / "source", tmp_path / "out", "--groups", 2, "--class", "stock", *ways, "--heal", 0))
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "source"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -94,7 +115,7 @@ def test_found_types_convert_in_their_own_class(model_type: str, convert: Conver
         ("falcon_h1", "something besides its attention mixes tokens"),
         ("trocr", "its layers also attend to the states of an encoder"),
         ("diffllama", "its attention has lambda_k1"),
-        ("bert", "its first layer has no attention of four projections"),
+        ("bert", "its first layer has no attention with projections of queries, keys, values and outputs"),
         ("mamba", "a small model of its class does not run"),
     ],
 )
