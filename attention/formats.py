@@ -134,9 +134,11 @@ class Format:
             )
         for size in sizes:
             if size % self.multiple:
+                below = size // self.multiple * self.multiple
+                near = f"{below} or {below + self.multiple}" if below else f"{self.multiple}"
                 raise Refusal(
                     f"a {what} of {size} values cannot be cached in {self.name}: it must be a multiple of {self.multiple}",
-                    hint="choose int8, fp8, bfloat16, float16 or float32",
+                    hint=f"one of {near} values would do; or choose int8, fp8, bfloat16, float16 or float32",
                 )
 
 
