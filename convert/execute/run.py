@@ -56,7 +56,7 @@ _LESS_MEMORY = (
     "--calibration-context"
 )
 # Distils the result in a work directory on the calibration text; returns the entry `healing` of its provenance.
-Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str, Any] | None]
+Heal = Callable[[Plan, WorkDirectory, Tokens, Tokens | None, torch.device, Progress], dict[str, Any] | None]
 
 
 def execute(
@@ -152,7 +152,10 @@ class _Conversion(Task):
         job = Job(plan, self.reader, work, text, device_of(plan), self.progress, self._statistics_directory(work, text))
         with work.kept_without_memory(job.device, _LESS_MEMORY):
             plan, provenance = _convert(job, self._manifest)
-        provenance = with_healing(provenance, self.heal(plan, work, text.tokens, job.device, self.progress) if text else None)
+        healing = None
+        if text and self.texts:
+            healing = self.heal(plan, work, text.tokens, self.texts.unseen, job.device, self.progress)
+        provenance = with_healing(provenance, healing)
         check = None if plan.target.copies else self._checked(plan, work, own_texts)
         return Made(provenance | {"check": check}, text.tokens if text else None)
 

@@ -40,7 +40,7 @@ class TrainingText:
 
     Attributes:
         tokens: The whole text: whole blocks of several ones, one after the other.
-        blocks: `[n, context]`.
+        blocks: `[n, context]`, of the text, and behind them those of another one to judge by.
         parts: Of each text the blocks to train on.
         held_out: The indices of the others, from all over each text; no step sees them.
     """
@@ -51,7 +51,9 @@ class TrainingText:
     held_out: torch.Tensor
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[Tokens, float]], context: int, wanted: int, batch: int) -> TrainingText:
+    def of(
+        cls, texts: Sequence[tuple[Tokens, float]], context: int, wanted: int, batch: int, judged: Tokens | None = None
+    ) -> TrainingText:
         """Cut texts into blocks.
 
         Args:
@@ -59,6 +61,7 @@ class TrainingText:
             context: Tokens per block.
             wanted: Tokens of the whole training; they decide how many are held out.
             batch: Blocks per step.
+            judged: A text to judge by, so that of the others no block is held out.
 
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
@@ -66,7 +69,8 @@ class TrainingText:
         parts, aside, start, whole = list[Part](), list[torch.Tensor](), 0, sum(share for _, share in texts)
         for tokens, share in texts:
             count = len(tokens.ids) // context
-            out = evenly_spread(min(count, held_out(count, context, int(wanted * share / whole))), count)
+            spared = min(count, held_out(count, context, int(wanted * share / whole))) if judged is None else 0
+            out = evenly_spread(spared, count)
             rest = torch.ones(count, dtype=torch.bool)
             rest[out] = False
             parts.append(Part(start + rest.nonzero().flatten(), share))
@@ -85,7 +89,11 @@ class TrainingText:
             )
         alone = [tokens for tokens, _ in texts]
         text = joined(alone if len(alone) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in alone])
-        return cls(text, text.blocks(context), tuple(parts), torch.cat(aside))
+        blocks = text.blocks(context)
+        if judged is not None:
+            aside = [start + torch.arange(len(judged.ids) // context)]
+            blocks = torch.cat((blocks, judged.blocks(context)))
+        return cls(text, blocks, tuple(parts), torch.cat(aside))
 
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
         """`[size]`, the indices of a step's blocks.

@@ -32,7 +32,7 @@ _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a w
 
 
 def heal_result(
-    plan: Plan, work: WorkDirectory, text: Tokens, device: torch.device, progress: Progress
+    plan: Plan, work: WorkDirectory, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
@@ -43,6 +43,7 @@ def heal_result(
         plan: The conversion that made the checkpoint, with a calibration.
         work: Its work directory.
         text: The calibration text.
+        unseen: Blocks of such text that nothing was fitted to, to judge by; None to judge by some of the calibration text.
         device: Where it trains.
         progress: Called with the progress of each stage.
 
@@ -76,7 +77,8 @@ def heal_result(
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            return _trained(_planned(plan, work, tokens, count, device), work, blocks, progress)
+            judged = None if unseen is None else _blocks(unseen, plan.calibration.context, plan.calibration.heal_context)
+            return _trained(_planned(plan, work, tokens, count, device), work, blocks, judged, progress)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
@@ -99,11 +101,11 @@ def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: 
     return replace(found, every=-(-found.steps // _POINTS))
 
 
-def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, progress: Progress) -> dict[str, Any]:
+def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, judged: Tokens | None, progress: Progress) -> dict[str, Any]:
     reader, team = Reader(work.path), Team.of(plan)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch)
+    blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch, judged)
     outcome, where = train(plan, blocks, reader, team, work.training, progress)
     files: dict[str, str] = {}
     if outcome.weights:

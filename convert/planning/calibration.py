@@ -27,7 +27,7 @@ _OWN_TOKENS, _OWN_CONTEXT = (
     512,
 )  # where a model writes a part: it drifts, so many beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
-_OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
+_OTHERS = 2048  # tokens of each text, at least a block, by which a healing is judged and the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
@@ -152,12 +152,14 @@ class GivenTexts:
         parts: Of each text whole blocks, spread evenly over it; None for the model's own.
         whole: Each text but the model's own, as far as it was read.
         others: Of each of these some other blocks, where it has more; otherwise some of the same.
+        unseen: Those of `others` that are not calibrated on, together; None if all are.
     """
 
     calibration: Calibration
     parts: tuple[Tokens | None, ...]
     whole: tuple[Tokens, ...]
     others: tuple[Tokens, ...]
+    unseen: Tokens | None
 
     @classmethod
     def read(cls, source: Source, calibration: Calibration) -> GivenTexts:
@@ -169,6 +171,7 @@ class GivenTexts:
         parts: list[Tokens | None] = []
         whole: list[Tokens] = []
         others: list[Tokens] = []
+        unseen: list[Tokens] = []
         for text, count in zip(calibration.texts, calibration.blocks, strict=True):
             if text.own:
                 parts.append(_own(written_before(source, text.written, count, calibration.context)) if text.written else None)
@@ -179,8 +182,10 @@ class GivenTexts:
                 _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * calibration.context)
             parts.append(part)
             whole.append(tokens)
-            others.append(tokens.beside(count * calibration.context, calibration.context, _OTHERS))
-        return cls(calibration, tuple(parts), tuple(whole), tuple(others))
+            beside = tokens.beside(count * calibration.context, calibration.context, _OTHERS)
+            others.append(part.spread(_OTHERS, calibration.context) if beside is None else beside)
+            unseen += [] if beside is None else [beside]
+        return cls(calibration, tuple(parts), tuple(whole), tuple(others), joined(unseen) if unseen else None)
 
     @property
     def hashes(self) -> list[str | None]:

@@ -103,10 +103,11 @@ class Tokens:
         blocks, taken = self._spread(count, context)
         return replace(self, ids=blocks[taken].flatten())
 
-    def beside(self, count: int, context: int, wanted: int) -> Tokens:
-        """About `wanted` tokens, at least a block, that `spread` does not take; if it takes all, some of them."""
+    def beside(self, count: int, context: int, wanted: int) -> Tokens | None:
+        """About `wanted` tokens, at least a block, that `spread` does not take; None if it takes all."""
         blocks, taken = self._spread(count, context)
-        others = sorted(set(range(len(blocks))) - set(taken)) or taken
+        if not (others := sorted(set(range(len(blocks))) - set(taken))):
+            return None
         chosen = evenly_spread(min(len(others), max(1, wanted // context)), len(others))
         return replace(self, ids=blocks[[others[index] for index in chosen]].flatten())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +42,13 @@ def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wante
 )
 def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: int, count: int) -> None:
     assert held_out(blocks, context, wanted) == count
+
+
+def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
+    text = TrainingText.of([(tokens(40), 1.0), (tokens(20), 1.0)], 4, 10**6, 1, replace(tokens(13), ids=100 + torch.arange(13)))
+    assert [part.indices.tolist() for part in text.parts] == [list(range(10)), list(range(10, 15))]
+    assert text.blocks[text.held_out, 0].tolist() == [100, 104, 108]
+    assert text.tokens.name == "a text and a text"
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:

@@ -16,6 +16,7 @@ from written import same_but_for_the_run, weights
 from attention.errors import Failure, Interrupted, Refusal
 from convert import gqa, heal, mla, mqa, sweep
 from convert.healing import closing
+from convert.healing.batches import TrainingText
 from convert.healing.states import States
 from convert.healing.training import Trainer
 from eval.inputs.text import Tokens
@@ -41,7 +42,7 @@ def test_a_result_is_distilled_before_it_is_published(
     mqa(source, tmp_path / "plain", text=text, heal=0, **SIZES)
     done = mqa(source, tmp_path / "healed", text=text, heal="2k", **SIZES)
     found = done.provenance["healing"]
-    assert (found["tokens"], found["held_out_tokens"], found["passes"]) == (1984, 128, pytest.approx(62 / 28))
+    assert (found["tokens"], found["held_out_tokens"], found["passes"]) == (1984, 2048, pytest.approx(62 / 32))
     assert found["after"]["kl"] < found["before"]["kl"]
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "healed")
     changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
@@ -51,13 +52,30 @@ def test_a_result_is_distilled_before_it_is_published(
         == sorted(n for n in before if "attn" in n or "input_layer" in n)
     )
     assert not set(changed) & set(done.provenance["tensors"]["copied"])
-    assert f"KL {found['before']['kl']:.4f} → {found['after']['kl']:.4f} on 128 others" in str(done)
+    assert f"KL {found['before']['kl']:.4f} → {found['after']['kl']:.4f} on 2048 others" in str(done)
     card = (tmp_path / "healed" / "README.md").read_text()
     assert "distilled from the source on 1984 tokens of that text" in card
     assert "--heal 2000" in card
     expected, *results = (logits(path).log_softmax(-1) for path in (source, tmp_path / "plain", tmp_path / "healed"))
     distances = [torch.nn.functional.kl_div(one, expected, log_target=True, reduction="sum") for one in results]
     assert distances[1] < distances[0]
+
+
+def test_what_judges_it_was_not_calibrated_on(
+    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, of = [], TrainingText.of
+
+    def noted(*args: Any) -> TrainingText:
+        asked.append(of(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(closing.TrainingText, "of", noted)
+    mqa(checkpoint(), tmp_path / "out", text=text, heal=512, **SIZES)
+    (blocks,) = asked
+    calibrated = set(map(tuple, blocks.tokens.blocks(32).tolist()))
+    assert len(blocks.held_out) == 64
+    assert not calibrated & set(map(tuple, blocks.blocks[blocks.held_out].tolist()))
 
 
 def test_it_is_a_healing_of_the_plain_result_on_the_same_tokens(checkpoint: Make, tmp_path: Path) -> None:
