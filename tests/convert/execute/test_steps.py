@@ -122,8 +122,8 @@ def test_for_a_format_keys_and_values_are_balanced_before_they_are_fitted(form: 
     assert dataclasses.replace(target, cache_dtype="bfloat16").layer_steps(refit=True, width=20) == ("refit", "scale")
 
 
-@pytest.mark.parametrize(("form", "fitted_to"), [("int4", "int4"), ("mixed", None)])
-def test_queries_are_not_fitted_to_channels_whose_bits_differ(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("form", "fitted_to"), [("int3", "int3"), ("int4", None), ("fp8", None), ("mixed", None)])
+def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
     seen = []
     monkeypatch.setattr(steps, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
     text = SimpleNamespace(calibration=SimpleNamespace(refit=True))
