@@ -20,7 +20,6 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "num_key_value_heads": 8,
 }  # fmt: skip
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SEES_AND_HEARS: dict[str, Any] = {
     "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
                       "image_size": 28, "crop_size": 28},
@@ -31,7 +30,7 @@ _SEES_AND_HEARS: dict[str, Any] = {
 _DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 32, "mamba_n_heads": 8,
           "mamba_d_head": "auto", "position_embedding_type": "rope"}  # fmt: skip
 BESIDES: dict[str, dict[str, Any]] = {  # by type
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}}, "granitemoehybrid": _DENSE,
+    "granitemoehybrid": _DENSE,
     "phi4_multimodal": _SEES_AND_HEARS,
     **dict.fromkeys(("axk1", "glm4_moe_lite", "youtu"), LATENT),
 }  # fmt: skip
