@@ -7,7 +7,7 @@ from typing import Any
 from tiny import VOCABULARY
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from convert import reading
+from convert.families import reading
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,

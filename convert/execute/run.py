@@ -152,9 +152,8 @@ class _Conversion(Task):
         job = Job(plan, self.reader, work, text, device_of(plan), self.progress, self._statistics_directory(work, text))
         with work.kept_without_memory(job.device, _LESS_MEMORY):
             plan, provenance = _convert(job, self._manifest)
-        healing = None
-        if text and self.texts:
-            healing = self.heal(plan, work, text.tokens, self.texts.unseen, job.device, self.progress)
+        unseen = self.texts.unseen if self.texts else None
+        healing = self.heal(plan, work, text.tokens, unseen, job.device, self.progress) if text else None
         provenance = with_healing(provenance, healing)
         check = None if plan.target.copies else self._checked(plan, work, own_texts)
         return Made(provenance | {"check": check}, text.tokens if text else None)

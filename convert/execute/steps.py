@@ -26,8 +26,7 @@ from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget, Target
 
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
-
-_EXACT = 4  # bits of a latent from which on it is fitted to as it is
+_EXACT = 4  # bits: queries are fitted to latents of so many or more without their rounding
 
 Method = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
 Step = Callable[[Attention, Record, int, Statistics], Record]
@@ -98,8 +97,8 @@ def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Sta
 def refit(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks.
 
-    They are fitted to keys and values as the cache rounds them, but to latents in four bits or more, or in bits that differ, as
-    they are: fitted to rounded ones, layers err less and whole models more (docs/notes/fits.md).
+    They are fitted to keys and values as the cache rounds them. Latents in four bits or more, or in bits that differ, are not
+    rounded for this: layers would err less, and whole models more (docs/notes/fits.md).
     """
     if job.text is None or not job.text.calibration.refit or statistics.sample is None or not job.shows_attention:
         return after

@@ -61,9 +61,13 @@ class NormRow:
 
     def form(self, eps: float) -> NormForm:
         scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
-        per_head = self.storage not in ("none", "shared")
         fixed = self.storage == "none"
-        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
+        return NormForm(self.kind, scope, self.per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has its own gains."""
+        return self.storage not in ("none", "shared")
 
     def names(self, name: str, heads: int) -> list[str]:
         if self.storage == "none":
@@ -250,7 +254,7 @@ class SeparateProjections(Family):
 
     def merges_norm_gains(self, config: Any) -> bool:
         norm = self._norm(config)
-        return norm is not None and norm.storage not in ("none", "shared")
+        return norm is not None and norm.per_head
 
     def inner_window(self, config: Any, layer: int) -> int | None:
         return int(config.window_size) if self.local(config, layer) else None

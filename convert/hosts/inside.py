@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from convert.families.reading.inside import Inside, decoder_of
 from convert.hosts import deepseek_v3
 from convert.hosts.base import Host
-from convert.reading.inside import Inside, decoder_of
 
 if TYPE_CHECKING:
     from attention.rope import Rotary

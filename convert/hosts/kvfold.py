@@ -16,9 +16,10 @@ from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
+from convert.families.reading import family_for
+from convert.families.reading.inside import has_other_models
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
-from convert.reading import family_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 # Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
 _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
-_SENSES = ("vision_config", "audio_config")  # parts of a config whose decoder is not a part
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
     "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
@@ -111,8 +111,7 @@ class Kvfold(Host):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
-        found_alone = not family.in_engines and any(getattr(inner, sense, None) is not None for sense in _SENSES)
-        if inner.get_text_config(decoder=True) is not inner or found_alone:
+        if inner.get_text_config(decoder=True) is not inner or (not family.in_engines and has_other_models(inner)):
             return "its decoder is inside another model, and the class holds decoders alone"
         if inner.model_type not in self.families and (family.in_engines or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
+from convert.families.reading import family_for
 from convert.hosts.base import Host
-from convert.reading import family_for
 
 if TYPE_CHECKING:
     from attention.rope import Rotary

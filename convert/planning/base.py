@@ -11,8 +11,8 @@ from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families import OLD_NAMES
 from convert.families.base import unmodelled_fields
+from convert.families.reading import family_for
 from convert.methods.text import Method, TextUse
-from convert.reading import family_for
 
 if TYPE_CHECKING:
     from attention.formats import Format

@@ -13,11 +13,11 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, UNREAD
+from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
-from convert.reading import FOUND, INSIDE
 from eval.machine.forecast import duration
 from eval.terminal.tables import bytes_text, table
 

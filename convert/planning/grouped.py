@@ -8,6 +8,7 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert import methods
+from convert.families.reading import require_proved
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
@@ -17,7 +18,6 @@ from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
-from convert.reading import require_proved
 from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from attention.record import Record
     from convert.families import Family
+    from convert.families.reading.twin import Twin
     from convert.hosts.base import Host
     from convert.methods.latent import LatentMethod
-    from convert.reading.twin import Twin
     from eval.inputs.source import Source
 
 _ALIKE = 1e-4  # of the largest logit
@@ -34,7 +34,7 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
     """
     if family.in_engines or family.needs_code or host.kind != "kvfold":
         return
-    from convert.reading.twin import Twin, near
+    from convert.families.reading.twin import Twin, near
 
     hint = "GQA and MQA stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
     try:

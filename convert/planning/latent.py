@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from convert import methods
+from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
@@ -18,7 +19,6 @@ from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
 from convert.planning.sizes import AUTO, LatentRequest, Sizing
-from convert.reading import require_proved
 from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import attention
 from attention.errors import Refusal
 from attention.models.modeling_kvfold import KvfoldLatentAttention
 from attention.spec import AttentionSpec
+from convert.families.reading import family_for
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.methods import load_latent
 from convert.planning.held import require_held
-from convert.reading import family_for
 from eval.inputs.source import Source
 
 WEIGHTED = load_latent("weighted")
@@ -70,6 +70,13 @@ def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Conve
     assert "MLA-24+8" in half.output
     again = ok(convert("mla", tmp_path / "half", tmp_path / "less", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--no-text"))
     assert "MLA-16+8" in again.output
+
+
+def test_a_type_with_other_models_inside_has_no_latent() -> None:
+    config = small("phi4_multimodal")
+    family = family_for(config)
+    said = LATENT_HOST.refuses(family, config, family.spec(config).latent(40, 8))
+    assert said == "its decoder is inside another model, and the class holds decoders alone"
 
 
 def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
 from convert.families.base import unmodelled_fields
 from convert.families.kvfold import KvfoldProjections
-from convert.reading.inside import decoder_of
+from convert.families.reading.inside import decoder_of
 
 _log = logging.getLogger("kvfold")
 
@@ -55,7 +55,7 @@ def require_proved(family: Family, config: Any) -> None:
         odd += [name for name, value in vars(config).items() if not _COVERED.search(name) and usual.get(name) != value]
         if not odd:
             return
-        from convert.reading.twin import Twin, disproof
+        from convert.families.reading.twin import Twin, disproof
 
         twin = Twin(config)
         wrong = disproof(family.for_config(twin.config), twin)
@@ -83,13 +83,13 @@ def family_for(config: Any) -> Family:
     """The family of checkpoints with this config.
 
     Raises:
-        Refusal: As of `convert.families.family_of`, or of `convert.reading.experiments.find`.
+        Refusal: As of `convert.families.family_of`, or of `convert.families.reading.experiments.find`.
     """
     if config.model_type == MODEL_TYPE:
         return KvfoldProjections(family_for(_before_latents(config)))
     alone = decoder_of(config) is config
     if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
         return family_of(config.model_type)
-    from convert.reading.experiments import find  # takes torch
+    from convert.families.reading.experiments import find  # takes torch
 
     return find(config)

@@ -11,8 +11,8 @@ from tiny import OF_LATENT, switched, tiny_config
 
 from attention.rope import Rotary
 from convert.families import FAMILIES, Family
+from convert.families.reading.twin import Twin, disproof, kinds
 from convert.families.separate import SeparateProjections
-from convert.reading.twin import Twin, disproof, kinds
 
 WINDOWED = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
 

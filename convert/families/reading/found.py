@@ -1,4 +1,4 @@
-"""The family of a model type that has no row, as experiments find it (`convert.reading.experiments`)."""
+"""The family of a model type that has no row, as experiments find it (`convert.families.reading.experiments`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from attention.record import Attention, Record
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm, Traits
+from convert.families.reading.inside import decoder_of
+from convert.families.reading.twin import kinds
 from convert.families.stacked import PARTS, StackedProjections
-from convert.reading.inside import decoder_of
-from convert.reading.twin import kinds
 
 _NAMES = (*PARTS, "o_proj")
 
@@ -59,7 +59,7 @@ class Found(StackedProjections):
     Attributes:
         projections: The names of the projections of queries, keys, values and outputs in the attention's module.
         lists: The names of the config's lists that have an entry for each layer.
-        readings: What each kind of layer computes (`convert.reading.twin.kinds`).
+        readings: What each kind of layer computes (`convert.families.reading.twin.kinds`).
         input: The norm of the attention's input, with `{layer}` in its name; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
         sinks: The name behind the attention's path of a tensor `[H]`, the sinks of its heads; None without.

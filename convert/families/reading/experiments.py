@@ -1,7 +1,7 @@
-"""Reads a model type that has no row by experiments on small twins of its class (`convert.reading.twin`).
+"""Reads a model type that has no row by experiments on small twins of its class (`twin.py`).
 
-A record that the search finds (`convert.reading.search`) has to compute what two twins do, and the layers of the class itself
-must not differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
+A record that the search finds (`search.py`) has to compute what two twins do, and the layers of the class itself must not
+differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
 or a field of the config without which it would be read.
 """
 
@@ -23,11 +23,11 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import Family
 from convert.families.latent import LatentLayout
+from convert.families.reading.found import Found
+from convert.families.reading.inside import Inside, decoder_of
+from convert.families.reading.search import Search, Unexplained, Unread, projections
+from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from convert.families.separate import SeparateProjections
-from convert.reading.found import Found
-from convert.reading.inside import Inside, decoder_of
-from convert.reading.search import Search, Unexplained, Unread, projections
-from convert.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from eval.machine.capacity import without_weights
 
 _SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")

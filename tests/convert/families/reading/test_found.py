@@ -27,11 +27,10 @@ from written import Convert, Logits, ok, refused, weights
 
 import attention
 from attention.errors import Refusal
-from convert import reading
-from convert.families import FAMILIES, UNREAD
-from convert.reading.experiments import find
-from convert.reading.found import Found
-from convert.reading.twin import Twin, disproof
+from convert.families import FAMILIES, UNREAD, reading
+from convert.families.reading.experiments import find
+from convert.families.reading.found import Found
+from convert.families.reading.twin import Twin, disproof
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 

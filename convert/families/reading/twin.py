@@ -21,7 +21,7 @@ from accelerate.utils import set_module_tensor_to_device
 from attention.auto import auto_class
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
-from convert.reading.inside import decoder_of
+from convert.families.reading.inside import decoder_of
 
 if TYPE_CHECKING:
     from attention.record import Record

@@ -11,12 +11,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
-from convert.reading import family_for, require_proved
+from convert.families.reading import family_for, require_proved
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_configs_that_the_rows_are_tested_with_need_no_proof(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.reading.twin.Twin", lambda config: pytest.fail("a twin is made"))
+    monkeypatch.setattr("convert.families.reading.twin.Twin", lambda config: pytest.fail("a twin is made"))
     for config in (tiny_config(model_type), switched(model_type, True)):
         require_proved(family_for(config), config)
 
@@ -42,7 +42,7 @@ def test_a_class_of_which_no_twin_runs_is_taken_on_the_tests_word(
     def broken(config: Any) -> None:
         raise ValueError("no such size")
 
-    monkeypatch.setattr("convert.reading.twin.Twin", broken)
+    monkeypatch.setattr("convert.families.reading.twin.Twin", broken)
     with caplog.at_level(logging.WARNING, "kvfold"):
         require_proved(FAMILIES["llama"], tiny_config("llama", mood=3))
     assert "not proved whether mood change its attention: no such size" in caplog.text

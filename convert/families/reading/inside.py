@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _LAYERS = ".layers."
 
 
+def has_other_models(config: Any) -> bool:
+    """Whether a config describes models besides its decoder, such as one that sees."""
+    from transformers import PreTrainedConfig
+
+    return decoder_of(config) is not config or any(isinstance(part, PreTrainedConfig) for part in vars(config).values())
+
+
 class Inside(Family):
     """The family of a decoder whose modules are at another path, in a model whose config has the decoder's as a part.
 

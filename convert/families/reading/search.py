@@ -1,7 +1,7 @@
 """The search for what a class computes that nobody has described: where its projections are, and which record explains them.
 
-It looks at a small twin (`convert.reading.twin`). Candidates are few: which modules, RoPE or none, which dims form a pair, a
-window, a cap, the scale, sinks, the direction in which pairs turn, a norm of queries and keys before or after RoPE.
+It looks at a small twin (`twin.py`). Candidates are few: which modules, RoPE or none, which dims form a pair, a window, a cap,
+the scale, sinks, the direction in which pairs turn, a norm of queries and keys before or after RoPE.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm
 from convert.families.names import NameTable
+from convert.families.reading.found import Found, Reading
+from convert.families.reading.twin import Call, Twin, computed, kinds, near
 from convert.families.separate import NormRow
 from convert.families.stacked import BY_KV_HEAD, BY_PART, PARTS, RowOrder
-from convert.reading.found import Found, Reading
-from convert.reading.twin import Call, Twin, computed, kinds, near
 
 
 class Unread(Exception):
@@ -127,6 +127,7 @@ class Search:
         self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call], layers: str, module: str, names: tuple[str, ...]
     ) -> None:
         self.twin, self.spec, self.calls, self.layers, self.names = twin, spec, calls, layers, names
+        self.stacked = len(names) == 2
         self.path = f"{layers}.{{layer}}.{module}"
         self.first = twin.model.get_submodule(self.path.format(layer=0))
 
@@ -139,7 +140,7 @@ class Search:
         try:
             return self._family(config, BY_PART)
         except Unread as why:
-            if len(self.names) > 2:
+            if not self.stacked:
                 raise
             try:
                 return self._family(config, BY_KV_HEAD)
@@ -162,8 +163,8 @@ class Search:
             names=NameTable([]),
             shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
             attention_path=self.path,
-            projections=self.names if len(self.names) > 2 else (*PARTS, self.names[1]),
-            qkv_name="" if len(self.names) > 2 else self.names[0],
+            projections=(*PARTS, self.names[-1]) if self.stacked else self.names,
+            qkv_name=self.names[0] if self.stacked else "",
             order=order,
             lists=self.twin.lists,
             rope_stride=self._rope_stride(),
