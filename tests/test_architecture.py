@@ -176,7 +176,7 @@ def test_no_module_bears_the_name_of_an_exported_function() -> None:
 
 
 def test_every_module_has_its_tests_where_they_are_looked_for() -> None:
-    """tests/ mirrors the packages: tests/convert/checkpoint/test_reader.py is of convert/checkpoint/reader.py."""
+    """tests/ mirrors the packages: tests/convert/checkpoint/test_writer.py is of convert/checkpoint/writer.py."""
     modules = {str(path.with_suffix("")) for path in FILES}
     packages = {str(path.parent) for path in FILES}
     for test in (ROOT / "tests").rglob("test_*.py"):

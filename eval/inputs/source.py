@@ -16,7 +16,7 @@ from typing import Any
 from attention import models
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules, layouts
-from eval.inputs.unpacked import unpacked
+from eval.inputs.gguf import unpacked_file
 
 _DEFAULT_CONTEXT = 2048
 
@@ -63,8 +63,8 @@ class Source:
         No weights are read, but those of a GGUF file, when it is named for the first time.
 
         Raises:
-            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.unpacked.unpacked`.
-            Failure: As `eval.inputs.unpacked.unpacked`.
+            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.gguf.unpacked_file`.
+            Failure: As `eval.inputs.gguf.unpacked_file`.
         """
         path = Path(reference)
         with contextlib.suppress(RuntimeError):  # ~ of an unknown user
@@ -72,7 +72,7 @@ class Source:
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
         if path.suffix == ".gguf" and path.is_file():
-            made = unpacked(path)
+            made = unpacked_file(path)
             return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
