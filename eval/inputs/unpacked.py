@@ -50,8 +50,8 @@ class Unpacked:
 
     @property
     def nbytes(self) -> int:
-        """Of the checkpoint, on disk."""
-        return sum(size for size, _ in _files(self.directory).values())
+        """Of the checkpoint, on disk; of links, not what they lead to."""
+        return sum(path.lstat().st_size for path in self.directory.iterdir())
 
     def as_dict(self) -> dict[str, Any]:
         return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}
@@ -143,7 +143,7 @@ def _make(path: Path, packed: Packed, directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     _log.warning(
         "%s is unpacked into %s (%.2f GB), where later commands find it; `convert cache clear` removes it",
-        path, directory, sum(size for size, _ in files.values()) / 1e9,
+        path, directory, Unpacked(file, directory / _CHECKPOINT, packed.note).nbytes / 1e9,
     )  # fmt: skip
 
 
