@@ -51,7 +51,7 @@ class Unpacked:
     @property
     def nbytes(self) -> int:
         """Of the checkpoint, on disk; of links, not what they lead to."""
-        return sum(path.lstat().st_size for path in self.directory.iterdir())
+        return sum(path.lstat().st_size for path in self.directory.glob("*"))
 
     def as_dict(self) -> dict[str, Any]:
         return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}

@@ -39,8 +39,10 @@ def test_a_class_of_transformers_says_what_its_own_code_says(kind: str, tmp_path
     torch.testing.assert_close(said, logits(kind, tensors_of(kind), ids), rtol=1e-4, atol=1e-4)
 
 
-def test_every_type_is_compared() -> None:
+def test_every_type_is_compared_and_documented() -> None:
     assert {kind.removesuffix("2") for kind in CONFIGS} == set(FORMERS)
+    documented = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert all(f"`{model_type}`" in documented for model_type in FORMERS)
 
 
 def test_nothing_beyond_the_length_of_qwen_s_training_is_computed() -> None:
