@@ -87,7 +87,7 @@ class Stated:
         """Refuse another value of a key; without the key, the former code has the first of these."""
         if (value := self.values.get(key, allowed[0])) not in allowed:
             said = " or ".join(map(repr, allowed))
-            self.refuse(f"{key} is {value!r}; transformers' class computes what the former code did with {said} only")
+            self.refuse(f"{key} is {value!r}; it must be {said}, which is all that transformers' class computes")
 
     def refuse(self, what: str, hint: str = _OWN_CODE) -> NoReturn:
         raise Refusal(f"{self._where} (model type {self.values['model_type']!r}): {what}", hint=hint)
@@ -172,7 +172,7 @@ def _internlm(stated: Stated) -> Former:
     (limit,) = stated.counts("max_position_embeddings")
     rotary = stated.values.get("rotary") or {}
     if not isinstance(rotary, dict) or rotary.get("type", "dynamic") not in ("dynamic", "origin"):
-        stated.refuse(f"rotary is {rotary!r}; transformers' llama computes those of type 'dynamic' and 'origin' only")
+        stated.refuse(f"rotary is {rotary!r}; it must be of type 'dynamic' or 'origin', as transformers' class computes them")
     values = {"attention_bias": stated.values.get("bias", True), "rope_theta": rotary.get("base", 10000)}
     done = f"a rotary base that grows beyond {limit} tokens is left out" if rotary.get("type") != "origin" else ""
     return stated.read_as("llama", {}, values, ("bias", "rotary"), _LLAMA, done)

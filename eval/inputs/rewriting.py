@@ -23,10 +23,11 @@ def rewritten(former: Former, source: Path) -> Path:
     """The checkpoint in transformers' form; the first call writes it, shard by shard.
 
     Raises:
+        Refusal: Its tokenizer is of a kind that is not read.
         Failure: It cannot be read or written, or has a tensor that its former code does not have.
     """
-    files = sorted(path for path in source.iterdir() if path.is_file())
-    return unpacked(source, files, lambda: _Rewriting(former, source)).directory
+    files = {path for pattern in (*_COMPANIONS, "*.safetensors", "*.bin") for path in source.glob(pattern)}
+    return unpacked(source, sorted(files), lambda: _Rewriting(former, source)).directory
 
 
 @dataclass(frozen=True)

@@ -333,10 +333,12 @@ class Source:
         """The directory with all files, downloaded if necessary, and rewritten if its model type is a former one.
 
         Raises:
+            Refusal: As of `_former`, or as `rewritten`.
             Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `rewritten`.
         """
         found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
-        return rewritten(self._former, found) if self._former else found
+        with self._within_reach():
+            return rewritten(self._former, found) if self._former else found
 
     @property
     def commit(self) -> str | None:

@@ -111,6 +111,28 @@ def test_a_checkpoint_is_rewritten_once_and_again_when_it_changes(
     assert len(entries(cache)) == 1, "of one checkpoint, only one is kept"
 
 
+def test_of_a_hub_repository_the_config_is_enough_to_know_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    path, asked = write(tmp_path / "0123", "baichuan"), list[list[str]]()
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = Source.parse("nobody/tiny")
+    assert (source.model_type, source.config.model_type, source.notes[0][:10]) == ("llama", "llama", "its model ")
+    assert (asked, entries(cache), source.commit) == ([["config.json"]], [], "0123")
+    assert (source.files.parent.parent, len(asked)) == (cache, 2)
+    (path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(Failure, match=r"tokenizer\.model is no tokenizer's file"):
+        Source.parse("nobody/tiny").files  # noqa: B018
+    assert len(entries(cache)) == 1, "what was there before stays until its successor is whole"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_rewriting_that_ends_early_leaves_nothing(
     error: type[BaseException], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
