@@ -253,15 +253,15 @@ def _phi(stated: Stated) -> Former:
     }
     stacked = Row(_H + r"mixer\.Wqkv\.(weight|bias)", tuple(rf"{name}.\2" for name in _QKV), _thirds)
     rows = (*_renamed(names), stacked, Row(_H + r"mixer\.rotary_emb\.(inv_freq|scale)", ()))
-    factor = rotary / (width // heads)
-    if int(factor * (width // heads)) != rotary:
-        stated.refuse(f"rotary_dim is {rotary}, which no partial_rotary_factor of {width // heads} dims gives")
+    dims = width // heads
+    if not dims or int(rotary / dims * dims) != rotary:  # as the class computes it
+        stated.refuse(f"rotary_dim is {rotary}, which no partial_rotary_factor of {dims} dims gives")
     renamed = {
         "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
         "n_positions": "max_position_embeddings", "activation_function": "hidden_act",
         "layer_norm_epsilon": "layer_norm_eps", "attn_pdrop": "attention_dropout",
     }  # fmt: skip
-    values = {"intermediate_size": stated.values.get("n_inner") or 4 * width, "partial_rotary_factor": factor}
+    values = {"intermediate_size": stated.values.get("n_inner") or 4 * width, "partial_rotary_factor": rotary / dims}
     gone = ("n_inner", "n_head_kv", "rotary_dim", "flash_attn", "flash_rotary", "fused_dense")
     return stated.read_as("phi", renamed, values, gone, rows, "Wqkv is split")
 
