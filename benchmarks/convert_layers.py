@@ -137,9 +137,9 @@ def survey_only(model: Path, work: Path) -> None:
     """The survey of a checkpoint over random tokens, as `convert mla` makes it."""
     from convert.calibration.stream import LayerStream
     from convert.calibration.survey import survey
-    from convert.checkpoint.reader import Reader
     from convert.checkpoint.shelf import Shelf
     from convert.families import family_of
+    from eval.inputs.reader import Reader
     from eval.inputs.source import Source
 
     source = Source.parse(str(model))

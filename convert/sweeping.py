@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from attention.errors import Refusal
 from convert import methods
-from convert.checkpoint.reader import Reader
 from convert.execute.conversion import PlannedConversion, decided
 from convert.execute.forecast import expected_duration, works_of
 from convert.execute.run import execute, inputs_of
@@ -33,6 +32,7 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentRequest
 from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import seal, unsealed
 from eval.inputs.source import Source
 from eval.inputs.text import Text

@@ -12,9 +12,9 @@ from tiny import tiny_config, tiny_model
 
 from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.reader import TensorInfo
 from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
+from eval.inputs.reader import TensorInfo
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,7 +27,6 @@ from convert.calibration.refine import refined
 from convert.calibration.refit import refitted
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
-from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.algebra import leading_subspace
@@ -35,6 +34,7 @@ from convert.methods.blocks import Blocks
 from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+from eval.inputs.reader import TensorInfo
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 
 from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
-from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
+from eval.inputs.reader import TensorInfo
 from eval.machine.memory import release
 
 _TOKENS = 4096  # tokens per forward pass, unless one row is longer

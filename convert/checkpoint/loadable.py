@@ -7,8 +7,8 @@ from typing import Any
 
 from attention.errors import Failure
 from convert.checkpoint.loading import ClassTensors, empty_model
-from convert.checkpoint.reader import TensorInfo
 from eval.inputs.misfits import OTHER_MODEL, instead_of, of_a_kind
+from eval.inputs.reader import TensorInfo
 
 
 def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, trust_remote_code: bool = False) -> None:

@@ -18,7 +18,7 @@ import torch
 from attention.auto import auto_class
 from attention.caps import keep_caps
 from attention.errors import Failure
-from convert.checkpoint.reader import TensorInfo
+from eval.inputs.reader import TensorInfo
 
 _OTHER_MODEL = "config.json and the weights are not of the same model"
 

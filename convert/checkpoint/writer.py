@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from attention.errors import Failure
-from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
+from eval.inputs.reader import DTYPES, SAFETENSORS, open_safetensors
 from eval.inputs.sealed import give_name, write_whole
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -329,10 +329,10 @@ def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: boo
 @click.argument("action", type=click.Choice(("list", "clear")))
 @parameters.plain
 def cache(action: str, as_json: bool, **given: Any) -> None:
-    """List or clear what GGUF files were unpacked to.
+    """List or clear what GGUF files and checkpoints of former model types were unpacked to.
 
-    Each file is unpacked once, into $XDG_CACHE_HOME/kvfold or ~/.cache/kvfold. A file that has changed is unpacked
-    again, in the place of what it was.
+    Each is unpacked once, into $XDG_CACHE_HOME/kvfold or ~/.cache/kvfold. What has changed is unpacked again, in the
+    place of what it was.
 
     Example: convert cache clear
     """

@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache
 
 from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.writer import require_finite
 from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
@@ -21,6 +20,7 @@ from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import GroupedTarget
+from eval.inputs.reader import Reader, TensorInfo
 from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
 

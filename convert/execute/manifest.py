@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.errors import Failure
-from convert.checkpoint.reader import Reader, TensorInfo
 from convert.families.names import Place
 from convert.planning.base import Plan
 from eval.inputs.misfits import OTHER_MODEL, instead_of
+from eval.inputs.reader import Reader, TensorInfo
 
 if TYPE_CHECKING:
     from convert.families import Family

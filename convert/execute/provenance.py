@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from convert.checkpoint.reader import Reader
 from convert.execute.card import loading_of
 from convert.execute.deciding import Decision
 from convert.execute.manifest import Manifest
 from convert.output.card import metadata_of
 from convert.output.provenance import versions
 from convert.planning.calibration import CalibrationText
+from eval.inputs.reader import Reader
 
 
 def provenance_of(

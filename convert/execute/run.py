@@ -21,7 +21,6 @@ from convert.calibration.own_text import own_text
 from convert.calibration.survey import survey
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.loading import class_names
-from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
@@ -44,6 +43,7 @@ from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.reader import Reader, TensorInfo
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import rough

@@ -29,35 +29,7 @@ UNREAD = {
     "openai-gpt": "its class in transformers keeps no KV cache",
 }
 
-# Model types of code from before transformers had a class: what that is called, and how a checkpoint becomes one of it.
-OLD_NAMES = {
-    "RefinedWebModel": (
-        "falcon",
-        "in config.json, set model_type to falcon, rename n_head to num_attention_heads and n_layer to num_hidden_layers, and "
-        "remove auto_map",
-    ),
-    "RefinedWeb": (
-        "falcon",
-        "in config.json, set model_type to falcon, rename n_head to num_attention_heads, n_layer to num_hidden_layers and "
-        "n_head_kv to num_kv_heads, set new_decoder_architecture to true, and remove auto_map",
-    ),
-    "stablelm_epoch": (
-        "stablelm",
-        "in config.json, set model_type to stablelm, rename rope_pct to partial_rotary_factor and norm_eps to layer_norm_eps, "
-        "and remove auto_map",
-    ),
-    "phi-msft": (
-        "phi",
-        "its tensors have other names too: take a newer revision, or convert_phi_weights_to_hf.py of transformers 4",
-    ),
-    "Yi": (
-        "llama",
-        "take a newer revision; or in config.json, set model_type to llama and remove auto_map, and rename tensors: .ln1. is "
-        ".input_layernorm., .ln2. is .post_attention_layernorm.",
-    ),
-}
-
-__all__ = ["FAMILIES", "OLD_NAMES", "UNREAD", "Family", "family_of"]
+__all__ = ["FAMILIES", "UNREAD", "Family", "family_of"]
 
 
 def family_of(model_type: str, inner: str | None = None) -> Family:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Refusal
-from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import require_finite
 from convert.healing.batches import TrainingText
 from convert.healing.loss import Expected, Prediction, chunks
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 from convert.healing.team import Team
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
 
 _MADE_OF = "teacher.json"

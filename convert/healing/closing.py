@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
-from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.memory import disk
 from convert.healing.models import train
@@ -19,6 +18,7 @@ from convert.healing.team import Team
 from convert.healing.weights import write_files
 from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens

@@ -11,7 +11,6 @@ from typing import Any
 from attention.errors import Failure
 from attention.padding import pad_values
 from attention.rounded import rounding_cache
-from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
 from convert.healing.loop import Outcome, healed
@@ -24,6 +23,7 @@ from convert.healing.trainable import Adapted, Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
+from eval.inputs.reader import Reader
 from eval.terminal.progress import Progress, stage
 
 

@@ -11,7 +11,6 @@ from attention.errors import Refusal
 from attention.formats import Format, rounding_of
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
-from convert.checkpoint.reader import Reader
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
@@ -19,6 +18,7 @@ from convert.healing.weights import held_parameters
 from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.planning.base import convertible, location_of
 from convert.planning.texts import Texts, as_options
+from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.device import require_device

@@ -13,7 +13,6 @@ from attention.errors import Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
 from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text, writing_work
-from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.cache import TeacherCache
 from convert.healing.card import card
@@ -35,6 +34,7 @@ from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.reader import SAFETENSORS, Reader
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import OWN_TEXT, Text, Tokens
 from eval.machine.device import compute_device, free_memory

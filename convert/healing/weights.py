@@ -10,8 +10,8 @@ import torch
 
 from attention.errors import Failure, Refusal
 from convert.checkpoint.loading import ClassTensors
-from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import write_shard
+from eval.inputs.reader import Reader
 from eval.terminal.progress import Progress, stage
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
-from convert.checkpoint.reader import Reader
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import read_object
 from eval.inputs.text import SELF
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
-from convert.families import OLD_NAMES
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
 from convert.methods.text import Method, TextUse
@@ -203,11 +202,6 @@ def convertible(source: Source) -> Family:
 def _refuse_foreign(source: Source) -> None:
     """Refuse what transformers has no class for, and a decoder that needs an encoder."""
     name = source.model_type
-    if old := OLD_NAMES.get(name):
-        raise Refusal(
-            f"{source.reference} is of model type {name!r}, as {old[0]} was called before transformers had a class for it",
-            hint=source.first + old[1],
-        )
     if source.needs_code:  # which is not run to find this out
         raise Refusal(
             f"model type {name!r} cannot be read: its class is code of its own (auto_map in config.json), and kvfold reads "

@@ -19,6 +19,7 @@ from typing import Any
 
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs.gguf_header import require_sound
+from eval.inputs.unpacked import Unpacked, unpacked
 
 # Architectures whose weights were compared with what had been written.
 _READ = ("LLAMA", "QWEN2", "QWEN3")  # by the names of gguf.MODEL_ARCH
@@ -136,6 +137,42 @@ class Described:
                     hint="download it again",
                 )
 
+    def unpack(self, directory: Path) -> None:
+        """Write the checkpoint of a file into an empty directory; it takes the memory of all its weights.
+
+        Raises:
+            Refusal: transformers does not read all of it.
+            OSError: The disk is full.
+        """
+        import torch
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        path = self.path
+        # By an absolute path and from an empty directory: nothing beside the file or in the working directory is read.
+        with tempfile.TemporaryDirectory(dir=directory.parent) as nothing:
+            where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):  # transformers' bar, which no setting hides
+                    model, loaded = AutoModelForCausalLM.from_pretrained(
+                        **where,
+                        dtype=getattr(torch, self.dtype),
+                        quantization_config=GgufConfig(dequantize=True),
+                        output_loading_info=True,
+                    )
+                tokenizer = AutoTokenizer.from_pretrained(**where)
+            except Exception as error:  # transformers raises several exception types of its own
+                raise Refusal(f"transformers cannot read {path}: {one_line(error, 300)}", hint=_ORIGINAL) from error
+        self.check_read(model, loaded)
+        model.config.architectures = [type(model).__name__]
+        try:
+            model.save_pretrained(directory)
+        except SafetensorError as error:  # where a disk is full
+            raise OSError(str(error)) from error
+        tokenizer.save_pretrained(directory)
+        if licence := self.keys.get("general.license"):
+            (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
+
     def check_read(self, model: Any, loaded: Mapping[str, Any]) -> None:
         """Refuse a file of which transformers has not read everything."""
         config, architecture = model.config, self.keys["general.architecture"]
@@ -160,41 +197,20 @@ class Described:
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
 
 
-def unpack(described: Described, directory: Path) -> None:
-    """Write the checkpoint of a file into an empty directory; it takes the memory of all its weights.
+def unpacked_file(path: Path) -> Unpacked:
+    """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
 
     Raises:
-        Refusal: transformers does not read all of it.
-        OSError: The disk is full.
+        Refusal: The package gguf is missing, the file is not a GGUF file, or it has something that transformers does not read.
+        Failure: The file cannot be read, or the checkpoint cannot be written.
     """
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    path = described.path
-    # By an absolute path and from an empty directory: nothing that lies beside the file, or in the working directory, is read.
-    with tempfile.TemporaryDirectory(dir=directory.parent) as nothing:
-        where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # transformers' bar, which no setting hides
-                model, loaded = AutoModelForCausalLM.from_pretrained(
-                    **where,
-                    dtype=getattr(torch, described.dtype),
-                    quantization_config=GgufConfig(dequantize=True),
-                    output_loading_info=True,
-                )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        except Exception as error:  # transformers raises several exception types of its own
-            raise Refusal(f"transformers cannot read {path}: {one_line(error, 300)}", hint=_ORIGINAL) from error
-    described.check_read(model, loaded)
-    model.config.architectures = [type(model).__name__]
-    try:
-        model.save_pretrained(directory)
-    except SafetensorError as error:  # where a disk is full
-        raise OSError(str(error)) from error
-    tokenizer.save_pretrained(directory)
-    if licence := described.keys.get("general.license"):
-        (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
+    def checked() -> Described:
+        described = Described.of(path)
+        described.check_keys()
+        return described
+
+    return unpacked(path, [path], checked)
 
 
 def _pre_tokenizers() -> set[str]:

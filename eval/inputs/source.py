@@ -16,7 +16,9 @@ from typing import Any
 from attention import models
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules, layouts
-from eval.inputs.unpacked import unpacked
+from eval.inputs.former import Former, former_of
+from eval.inputs.gguf import unpacked_file
+from eval.inputs.rewriting import rewritten
 
 _DEFAULT_CONTEXT = 2048
 
@@ -63,8 +65,8 @@ class Source:
         No weights are read, but those of a GGUF file, when it is named for the first time.
 
         Raises:
-            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.unpacked.unpacked`.
-            Failure: As `eval.inputs.unpacked.unpacked`.
+            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.gguf.unpacked_file`.
+            Failure: As `eval.inputs.gguf.unpacked_file`.
         """
         path = Path(reference)
         with contextlib.suppress(RuntimeError):  # ~ of an unknown user
@@ -72,7 +74,7 @@ class Source:
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
         if path.suffix == ".gguf" and path.is_file():
-            made = unpacked(path)
+            made = unpacked_file(path)
             return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
@@ -96,12 +98,34 @@ class Source:
         """The content of config.json, without an `auto_map` that is not followed (`unused_code`).
 
         Raises:
-            Refusal: As of `_stated`.
+            Refusal: As of `_former`.
         """
         return {key: value for key, value in self._stated.items() if key != "auto_map" or not self.unused_code}
 
-    @cached_property
+    @property
     def _stated(self) -> dict[str, Any]:
+        """What config.json says, for a former model type as transformers' class reads it."""
+        return self._former.config if self._former else self._said
+
+    @cached_property
+    def _former(self) -> Former | None:
+        """How it is read if its model type is a former one. Where that cannot be, its own code may measure it.
+
+        Raises:
+            Refusal: As of `_said`, or as `former_of`.
+        """
+        try:
+            former = former_of(self._said, self._where)
+            if former:
+                config_rules.check_raw(former.config, self._where)
+            return former
+        except Refusal:
+            if self.trust_remote_code and self._said.get("auto_map"):
+                return None
+            raise
+
+    @cached_property
+    def _said(self) -> dict[str, Any]:
         """What config.json says.
 
         Raises:
@@ -190,7 +214,7 @@ class Source:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
-        return tuple(note for note in (self.note, self.unused_code) if note)
+        return tuple(note for note in (self.note, self._former and self._former.note, self.unused_code) if note)
 
     @cached_property
     def code_note(self) -> str | None:
@@ -306,14 +330,15 @@ class Source:
 
     @cached_property
     def files(self) -> Path:
-        """The directory with all files, downloaded if necessary.
+        """The directory with all files, downloaded if necessary, and rewritten if its model type is a former one.
 
         Raises:
-            Failure: The Hub cannot be reached, or has no such repository, revision or weights.
+            Refusal: As of `_former`, or as `rewritten`.
+            Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `rewritten`.
         """
-        if self.directory:
-            return self.directory
-        return self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
+        found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
+        with self._within_reach():
+            return rewritten(self._former, found) if self._former else found
 
     @property
     def commit(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The checkpoints that GGUF files became, in the user's cache, so that each is unpacked once."""
+"""Checkpoints that MODELs of other forms became, in the user's cache, so that each is unpacked once."""
 
 from __future__ import annotations
 
@@ -7,29 +7,39 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
 from attention.errors import Failure
-from eval.inputs.gguf import Described, unpack
 from eval.inputs.sealed import give_name, seal, sync_tree, unsealed
 
 _log = logging.getLogger("kvfold")
-_FORMAT = 2  # of an entry
+_FORMAT = 3  # of an entry
 _LOCK, _UNFINISHED = "lock", "unfinished"  # beside the entries
-_ENTRY, _CHECKPOINT = "gguf.json", "checkpoint"  # in an entry
+_ENTRY, _CHECKPOINT = "entry.json", "checkpoint"  # in an entry
+
+
+class Packed(Protocol):
+    """What becomes a checkpoint."""
+
+    @property
+    def note(self) -> str:
+        """What to know of the checkpoint, for plans and cards."""
+
+    def unpack(self, directory: Path) -> None:
+        """Write the checkpoint into an empty directory. Raises `OSError` if the disk is full."""
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """The checkpoint that a GGUF file became.
+    """A checkpoint, and what it was made from.
 
     Attributes:
-        file: The GGUF file.
+        file: The file or directory that it was made from.
         directory: Where the checkpoint is.
         note: What to know of it, for plans and cards.
     """
@@ -40,39 +50,45 @@ class Unpacked:
 
     @property
     def nbytes(self) -> int:
-        """Of the checkpoint, on disk."""
-        return sum(size for size, _ in _files(self.directory).values())
+        """Of the checkpoint, on disk; of links, not what they lead to."""
+        return sum(path.lstat().st_size for path in self.directory.glob("*"))
 
     def as_dict(self) -> dict[str, Any]:
         return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}
 
 
-def unpacked(path: Path) -> Unpacked:
-    """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
+def unpacked(path: Path, files: Iterable[Path], opened: Callable[[], Packed]) -> Unpacked:
+    """The checkpoint that something became; the first call makes it.
+
+    Args:
+        path: The file or directory that it is made from.
+        files: All files that it is made from: if one of them changes, it is made again.
+        opened: Reads what says how it is made, and refuses what cannot be.
 
     Raises:
-        Refusal: The package gguf is missing, the file is not a GGUF file, or it has something that transformers does not read.
-        Failure: The file cannot be read, or the checkpoint cannot be written.
+        Refusal: As `opened`.
+        Failure: A file cannot be read, or the checkpoint cannot be written; or as `opened`.
     """
     import transformers
 
-    try:
-        found = path.stat()
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error}") from None
-    identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {_FORMAT} {transformers.__version__}"
-    directory = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+    parts = [str(path.resolve()), str(_FORMAT), transformers.__version__]
+    for file in files:
+        try:
+            found = file.stat()
+            with file.open("rb"):
+                pass
+        except OSError as error:
+            raise Failure(f"cannot read {file}: {error}") from None
+        parts.append(f"{file.name} {found.st_size} {found.st_mtime_ns}")
+    directory = _cache() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     if (known := _whole(directory)) is not None:
         return known
-    described = Described.of(path)
-    described.check_keys()
+    packed = opened()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _alone(directory.parent):
             if _whole(directory) is None:  # another run was not faster
-                _make(described, directory)
+                _make(path, packed, directory)
     except OSError as error:
         raise Failure(
             f"cannot unpack {path} into {directory}: {error}",
@@ -84,7 +100,7 @@ def unpacked(path: Path) -> Unpacked:
 
 
 def entries() -> list[Unpacked]:
-    """Whole entries of the cache, by the names of the files."""
+    """Whole entries of the cache, by the names of what they were made from."""
     found = (_whole(directory) for directory in _directories())
     return sorted((entry for entry in found if entry is not None), key=lambda entry: str(entry.file))
 
@@ -107,16 +123,16 @@ def clear() -> int:
     return removed
 
 
-def _make(described: Described, directory: Path) -> None:
-    """Unpack a file, then remove what earlier files of its name became."""
-    unfinished, file = directory.parent / _UNFINISHED, described.path.absolute()
+def _make(path: Path, packed: Packed, directory: Path) -> None:
+    """Make an entry, then remove what earlier files of its name became."""
+    unfinished, file = directory.parent / _UNFINISHED, path.absolute()
     if unfinished.exists():  # of a run that was killed
         shutil.rmtree(unfinished)
     (unfinished / _CHECKPOINT).mkdir(parents=True)
     try:
-        unpack(described, unfinished / _CHECKPOINT)
+        packed.unpack(unfinished / _CHECKPOINT)
         files = _files(unfinished / _CHECKPOINT)
-        seal(unfinished / _ENTRY, {"file": str(file), "note": described.note, "files": files})
+        seal(unfinished / _ENTRY, {"file": str(file), "note": packed.note, "files": files})
         sync_tree(unfinished)
         for other in _directories():
             known = unsealed(other / _ENTRY) or {}
@@ -127,7 +143,7 @@ def _make(described: Described, directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     _log.warning(
         "%s is unpacked into %s (%.2f GB), where later commands find it; `convert cache clear` removes it",
-        described.path, directory, sum(size for size, _ in files.values()) / 1e9,
+        path, directory, Unpacked(file, directory / _CHECKPOINT, packed.note).nbytes / 1e9,
     )  # fmt: skip
 
 
@@ -143,7 +159,7 @@ def _files(directory: Path) -> dict[str, list[int]]:
     """The files of a directory, with their bytes and the times at which they were written."""
     if not directory.is_dir():
         return {}
-    found = {path.name: path.stat() for path in sorted(directory.iterdir())}
+    found = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.exists()}  # a link's target may be gone
     return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
 
@@ -154,7 +170,7 @@ def _alone(cache: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _log.warning("waiting for another run, which unpacks a file into %s", cache)
+        _log.warning("waiting for another run, which unpacks a model into %s", cache)
         lock.acquire()
     try:
         yield
@@ -169,4 +185,4 @@ def _directories() -> Iterator[Path]:
 
 def _cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "kvfold" / "gguf"
+    return Path(home) / "kvfold" / "unpacked"

@@ -15,9 +15,9 @@ from tiny import tiny_config, tiny_model
 from attention.errors import Failure
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
-from convert.checkpoint.reader import Reader
 from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
+from eval.inputs.reader import Reader
 
 # Classes that no family reads yet: what they run before their layers, and where their attentions are.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {

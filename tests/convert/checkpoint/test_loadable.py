@@ -13,9 +13,9 @@ from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
 from convert.checkpoint.loadable import require_loadable
-from convert.checkpoint.reader import TensorInfo
 from convert.output.workdir import WorkDirectory
 from convert.planning.targets import GroupedTarget
+from eval.inputs.reader import TensorInfo
 
 Tensors = dict[str, torch.Tensor]
 Infos = dict[str, TensorInfo]

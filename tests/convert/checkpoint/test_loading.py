@@ -15,8 +15,8 @@ from written import ok
 
 from attention.errors import Failure
 from convert.checkpoint.loading import ClassTensors, empty_model
-from convert.checkpoint.reader import Reader, TensorInfo
 from convert.families import FAMILIES
+from eval.inputs.reader import Reader, TensorInfo
 
 Tensors = dict[str, torch.Tensor]
 

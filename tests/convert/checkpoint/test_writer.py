@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from attention.errors import Failure
-from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import shard_names, write_index, write_shard
+from eval.inputs.reader import TensorInfo
 from eval.inputs.sealed import checksum, sync_tree, write_whole
 
 TENSORS = {

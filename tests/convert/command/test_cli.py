@@ -211,7 +211,7 @@ def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tm
     [
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5')"),
-        ({"model_type": "Yi", "auto_map": {"AutoConfig": "evil.Config"}}, "is of model type 'Yi', as llama was called"),
+        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "is its head normalised?"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "makes keys of 8 heads, and its class repeats those of 4"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "its class is code of its own"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny import SWITCHES, tiny_config, tiny_model
 
 from attention.errors import Failure
-from convert.checkpoint.reader import Reader
 from convert.families import FAMILIES
 from convert.families.names import ROLES, NameTable, Place, Row
+from eval.inputs.reader import Reader
 
 GPT2 = NameTable(
     [

@@ -15,14 +15,14 @@ from gguf_files import NAMES, model_of, write
 from tiny import save_tokenizer
 from written import Convert, left_nothing, ok, refused
 
+from eval.inputs.gguf import unpacked_file as unpacked
 from eval.inputs.source import Source
-from eval.inputs.unpacked import unpacked
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kvfold" / "gguf"
+    return tmp_path / "cache" / "kvfold" / "unpacked"
 
 
 def said(model: Any) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: 
 def test_a_damaged_entry_is_made_again(damage: str, cache: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", model_of("llama"))
     first = unpacked(path)
-    entry, weights = first.directory.parent / "gguf.json", first.directory / "model.safetensors"
+    entry, weights = first.directory.parent / "entry.json", first.directory / "model.safetensors"
     whole = weights.read_bytes()
     if damage == "flipped":
         entry.write_bytes(entry.read_bytes().replace(b"GGUF", b"GGUE"))

@@ -29,6 +29,7 @@ def configured(tmp_path: Path) -> Callable[..., Source]:
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     source = Source.parse(str(tmp_path))
     assert (source.directory, source.repository, source.revision) == (tmp_path, None, None)
     assert source.reference == str(tmp_path)
@@ -325,6 +326,7 @@ def test_pickled_weights_are_downloaded_only_where_there_are_no_others(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: files)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert Source.parse("nobody/model").files == tmp_path
     assert "model*.safetensors" in asked
     assert ("pytorch_model*.bin" in asked) == pickles

@@ -30,7 +30,7 @@ _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
 _AS_SAVED = "kvfold reads checkpoints as transformers' save_pretrained writes them"
-SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def open_safetensors(path: Path) -> Any:
 
 def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     """The weight files that transformers would load, and the index if there is one."""
-    for single in (SAFETENSORS, _PICKLES):
+    for single in (SAFETENSORS, PICKLES):
         index_path = directory / f"{single}.index.json"
         if (directory / single).is_file():
             return [single], None
@@ -236,7 +236,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
             return files, index
     what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
     there = what and f", but {what}"
-    raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either{there}", hint=step)
+    raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {PICKLES}, nor an index of either{there}", hint=step)
 
 
 def _read_index(path: Path) -> dict[str, str]:

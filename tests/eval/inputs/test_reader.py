@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from written import ok, weights
 
 from attention.errors import Failure, Refusal
-from convert.checkpoint.reader import Reader, TensorInfo
+from eval.inputs.reader import Reader, TensorInfo
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),

@@ -1,0 +1,92 @@
+"""Writes a checkpoint of a former model type as one of transformers' class, once, into the user's cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eval.inputs import former_tokenizers
+from eval.inputs.former import Former, Row
+from eval.inputs.reader import PICKLES, SAFETENSORS, Reader
+from eval.inputs.unpacked import unpacked
+
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*", "NOTICE*", "README.md")
+_INDEXES = tuple(f"{single}.index.json" for single in (SAFETENSORS, PICKLES))
+
+
+def rewritten(former: Former, source: Path) -> Path:
+    """The checkpoint in transformers' form; the first call writes it, shard by shard.
+
+    Raises:
+        Refusal: Its tokenizer is of a kind that is not read.
+        Failure: It cannot be read or written, or has a tensor that its former code does not have.
+    """
+    files = {path for pattern in (*_COMPANIONS, "*.safetensors", "*.bin") for path in source.glob(pattern)}
+    return unpacked(source, sorted(files), lambda: _Rewriting(former, source)).directory
+
+
+@dataclass(frozen=True)
+class _Rewriting:
+    """A checkpoint of a former type, in a directory."""
+
+    former: Former
+    source: Path
+
+    @property
+    def note(self) -> str:
+        return self.former.note
+
+    def unpack(self, directory: Path) -> None:
+        reader = Reader(self.source)
+        rows = {name: self.former.row_of(name) for name in reader.infos}
+        if all(row.into == (name,) and row.parts is None for name, row in rows.items()):
+            self._link(reader.files, directory)
+        else:
+            self._write(reader, rows, directory)
+        (directory / "config.json").write_text(json.dumps(self.former.config, indent=2), encoding="utf-8")
+        for path in self._companions():
+            shutil.copyfile(path, directory / path.name)
+        former_tokenizers.carry_over(directory)
+
+    def _link(self, files: list[str], directory: Path) -> None:
+        """Weights that stay as they are, beside another config."""
+        for path in (self.source / name for name in (*files, *_INDEXES)):
+            if path.is_file():
+                (directory / path.name).symlink_to(path.resolve())
+
+    def _write(self, reader: Reader, rows: Mapping[str, Row], directory: Path) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        weight_map: dict[str, str] = {}
+        nbytes = 0
+        for position, file in enumerate(reader.files, 1):
+            shard = f"model-{position:05}-of-{len(reader.files):05}.safetensors" if len(reader.files) > 1 else SAFETENSORS
+            tensors = {
+                new: part.clone(memory_format=torch.contiguous_format)  # of a stack, or of a tied `.bin`
+                for name in reader.infos
+                if reader.file(name) == file
+                for new, part in _made(rows[name], reader[name])
+            }
+            try:
+                save_file(tensors, directory / shard, {"format": "pt"})
+            except SafetensorError as error:  # where a disk is full
+                raise OSError(str(error)) from error
+            weight_map |= dict.fromkeys(tensors, shard)
+            nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        if len(reader.files) > 1:
+            index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+            (directory / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _companions(self) -> Iterator[Path]:
+        found = {path for pattern in _COMPANIONS for path in self.source.glob(pattern) if path.is_file()}
+        yield from sorted(path for path in found if path.name not in ("config.json", *_INDEXES))
+
+
+def _made(row: Row, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from zip(row.into, row.parts(tensor) if row.parts else (tensor,) * len(row.into), strict=True)
