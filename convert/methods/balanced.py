@@ -25,6 +25,7 @@ from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics, excerpt
 
 _PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
+_ROUNDING = 1e-6  # what moments of a text of one token are apart from that, of either sign, as a share of the largest
 
 
 def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
@@ -210,12 +211,13 @@ def _coordinates(second: torch.Tensor, read: torch.Tensor, classes: Sequence[int
     """
     sizes = read.diagonal().sqrt()
     correlations = read / sizes / sizes[:, None]
-    (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(read)).to(correlations))[None], 0)
+    (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(read)).to(correlations))[None], _ROUNDING)
     weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
     energies, vectors = torch.linalg.eigh(weigh @ second @ weigh.T)
+    energies = energies.clamp_min(0)  # below zero, they are rounding
     if classes:
         energies, vectors = energies.flip(0), vectors.flip(1)
-    scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
+    scale = (energies + _PRIOR * energies.mean())[:, None] ** 0.25
     rotation = torch.block_diag(*map(_rotation, _within(classes or [len(read)], len(read)))).to(weigh)
     return rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T
 

@@ -4,6 +4,10 @@ Runs of tokens, drawn independently with the frequencies that they have in a tex
 distances. Nothing but the first copy can predict the second: its loss shows how well attention finds a token again. Perplexity
 hardly shows it, because most tokens are predicted from near ones.
 
+Pairs lie near the beginning of the sequence, as far as their distance allows: beyond the length that a conversion was
+calibrated in, a model may find nothing at any distance. One pair for each distance leaves most of the sequence to the text: in
+one that is half random, a converted model finds less.
+
 The second copy's loss rises from the first's value (nothing is found) towards 0 (all is found) with the model's skill at
 induction: Olsson et al., "In-context learning and induction heads" (2022), measure it with repeated random tokens, too.
 """
@@ -11,10 +15,10 @@ induction: Olsson et al., "In-context learning and induction heads" (2022), meas
 from __future__ import annotations
 
 import inspect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -30,26 +34,9 @@ from eval.terminal.progress import Progress, stage
 
 COPY = 64  # tokens of a copy
 _NEAREST, _FARTHEST = 128, 8192  # distances from a token to its copy; each is twice the one before
-_PAIRS = 3  # of copies at each distance, at most, in one sequence
-_TOKENS = 16384  # to read, in as many sequences
+_OPENING = 1024  # tokens within which a pair lies, or within twice its distance
+_TOKENS = 32768  # to read, in as many sequences
 _FEWEST = 4  # sequences
-
-
-class Pair(NamedTuple):
-    """Two copies of a run in a sequence, which is counted in runs of `COPY` tokens.
-
-    Attributes:
-        first: Where the first copy stands.
-        second: Where the second copy stands.
-    """
-
-    first: int
-    second: int
-
-    @property
-    def distance(self) -> int:
-        """Tokens from a token to its copy."""
-        return (self.second - self.first) * COPY
 
 
 @dataclass(frozen=True)
@@ -58,13 +45,11 @@ class Reading:
 
     Attributes:
         ids: Its tokens, `[T]`.
-        copies: Positions of each run's tokens in it, `[pairs, 2, COPY]`: first copy, second copy.
-        distances: Of each pair.
+        copies: Positions of a run's tokens for each distance, `[distances, 2, COPY]`: first copy, second copy.
     """
 
     ids: torch.Tensor
     copies: torch.Tensor
-    distances: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -114,8 +99,7 @@ class Recall:
 
     def conditions(self) -> dict[str, Any]:
         """Conditions of the figures besides the model."""
-        pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
-        return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}
+        return {"copy_tokens": COPY, "pairs": {str(distance): len(self.sequences) for distance in self.distances}}
 
     def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
         """Mean nats per token of the first copies, and of the second ones at each distance.
@@ -131,7 +115,7 @@ class Recall:
         room = memory_for("the recall probe", "free some, give --device cpu, or leave out --recall")
         with torch.inference_mode(), room, stage(progress, f"recall of {name}", len(self.sequences), "sequence") as done:
             for sequence in self.sequences:
-                for distance, (read, again) in zip(sequence.distances, _nats(model, sequence), strict=True):
+                for distance, (read, again) in zip(self.distances, _nats(model, sequence), strict=True):
                     first.append(read)
                     second[distance].append(again)
                 done(1)
@@ -146,7 +130,7 @@ def work_of(decoder: Decoder, tokens: int, positions: int | None) -> Work:
     if not (distances := _distances(room if positions is None else min(positions, room))):
         return Work()
     count, length = _count(distances), distances[-1] + COPY
-    return decoder.forward(count * length, length, count * len(_pairs(distances, torch.Generator())) * 2 * COPY)
+    return decoder.forward(count * length, length, count * len(distances) * 2 * COPY)
 
 
 def _distances(room: int) -> list[int]:
@@ -172,24 +156,19 @@ def _reading(
     body = torch.cat((text.new_empty(COPY), text, text.new_empty(COPY)))
     positions = torch.tensor(pairs)[..., None] * COPY + torch.arange(COPY)
     body[positions] = drawn.view(-1, 1, COPY).to(body)
-    return Reading(torch.cat((opening, body)), positions + len(opening), tuple(pair.distance for pair in pairs))
+    return Reading(torch.cat((opening, body)), positions + len(opening))
 
 
-def _pairs(distances: list[int], generator: torch.Generator) -> list[Pair]:
-    """Pairs of copies at each distance that do not overlap: as many as `_PAIRS` allows, and fewer where there is no room.
-
-    The farthest distance has one, at both ends.
-    """
+def _pairs(distances: list[int], generator: torch.Generator) -> list[tuple[int, int]]:
+    """Where the two copies for each distance stand, counted in runs of `COPY` tokens. The farthest are at both ends."""
     free, pairs = set(range(distances[-1] // COPY + 1)), []
-    for _ in range(_PAIRS):
-        for distance in reversed(distances):
-            apart = distance // COPY
-            starts = sorted(start for start in free if start + apart in free)
-            if starts:
-                start = starts[int(torch.randint(len(starts), (), generator=generator))]
-                pairs.append(Pair(start, start + apart))
-                free -= set(pairs[-1])
-    return pairs
+    for distance in reversed(distances):
+        apart, last = distance // COPY, max(_OPENING, 2 * distance) // COPY
+        starts = sorted(start for start in free if start + apart in free and start + apart < last)
+        start = starts[int(torch.randint(len(starts), (), generator=generator))]
+        pairs.append((start, start + apart))
+        free -= set(pairs[-1])
+    return pairs[::-1]
 
 
 def _nats(model: Any, sequence: Reading) -> torch.Tensor:

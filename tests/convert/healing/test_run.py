@@ -385,18 +385,21 @@ def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: P
     assert [point["kl"] for point in parts.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
 
 
-@pytest.mark.parametrize(("start", "count"), [(2.7e-2, 3), (3e-5, 6), (2.7, 3)], ids=["around the best", "too low", "too high"])
+# At rates that are too high, training is chaos: another CPU finds another one best.
+@pytest.mark.parametrize(
+    ("start", "counts"), [(2.7e-2, [3]), (3e-5, [6]), (2.7, [3, 4])], ids=["around the best", "too low", "too high"]
+)
 def test_a_rate_is_chosen_among_three_or_beyond_them(
-    start: float, count: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: float, counts: list[int], converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: start)
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 300 * 16}))
     tried, rate = done.provenance["healing"]["rates_tried"], done.provenance["healing"]["rate"]
-    assert len(tried) == count  # without those at which the loss is not finite
+    assert len(tried) in counts  # without those at which the loss is not finite
     assert rate == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
     rates = sorted(map(float, tried))
     assert rates[1:] == pytest.approx([3 * rate for rate in rates[:-1]], rel=1e-2)
-    assert count == 6 or rate == rates[1]
+    assert counts == [6] or rates[0] < rate < rates[-1]
 
 
 def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Path, text: Path, tmp_path: Path) -> None:

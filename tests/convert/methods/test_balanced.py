@@ -144,6 +144,15 @@ def test_rounding_a_balanced_latent_behind_its_norm_costs_less(form: str) -> Non
     assert cost(balanced(a, statistics)) < cost(a) / 5
 
 
+def test_moments_that_rounding_made_negative_give_finite_coordinates() -> None:
+    one = torch.ones(4, 1, dtype=torch.float64)
+    rounding = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
+    second = one @ one.T + 1e-6 * rounding[:, None] * rounding
+    read = (one @ one.T - torch.eye(4).double()) + 1e-3 * torch.eye(4).double()  # eigenvalues 3 and -1
+    there, back = balancing._coordinates(second - 1e-5 * torch.eye(4).double(), read)
+    assert (there @ back - torch.eye(4)).abs().max() < 1e-6
+
+
 def test_channels_that_are_empty_stay() -> None:
     a, _, statistics = uneven()
     a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0

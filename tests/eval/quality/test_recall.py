@@ -61,7 +61,7 @@ def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
     near, middle, far = found["distances"]
     pairs = probe.conditions()["pairs"]
     assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * pairs[str(d)] for d in probe.distances]
-    assert pairs["512"] == len(probe.sequences) == 16384 // (512 + COPY)
+    assert pairs["512"] == len(probe.sequences) == 32768 // (512 + COPY)
     assert near["nats"] < 0.5 > middle["nats"]
     assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
 
@@ -82,8 +82,10 @@ def test_copies_are_equal_apart_and_lie_in_the_text() -> None:
     for sequence in probe.sequences:
         first, second = sequence.copies.unbind(1)
         assert torch.equal(sequence.ids[first], sequence.ids[second])
-        assert torch.equal(second - first, torch.tensor(sequence.distances)[:, None].expand(-1, COPY))
+        assert torch.equal(second - first, torch.tensor(probe.distances)[:, None].expand(-1, COPY))
         assert len(set(sequence.copies.flatten().tolist())) == sequence.copies.numel(), "no two overlap"
+        room = torch.tensor([max(1024, 2 * distance) for distance in probe.distances])
+        assert (second[:, -1] < room).all(), "near copies tell nothing of far positions"
         assert {0, 2048} <= set(sequence.copies[..., 0].flatten().tolist()), "the farthest pair is at both ends"
         used = set(sequence.copies.flatten().tolist())
         free = [place for place in range(0, len(sequence.ids), COPY) if place not in used]
