@@ -35,7 +35,7 @@ from eval.terminal.progress import Progress, stage
 COPY = 64  # tokens of a copy
 _NEAREST, _FARTHEST = 128, 8192  # distances from a token to its copy; each is twice the one before
 _OPENING = 1024  # tokens within which a pair lies, or within twice its distance
-_TOKENS = 32768  # to read, in as many sequences
+_TOKENS = 16384  # to read, in as many sequences
 _FEWEST = 4  # sequences
 
 

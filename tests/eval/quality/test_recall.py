@@ -61,7 +61,7 @@ def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
     near, middle, far = found["distances"]
     pairs = probe.conditions()["pairs"]
     assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * pairs[str(d)] for d in probe.distances]
-    assert pairs["512"] == len(probe.sequences) == 32768 // (512 + COPY)
+    assert pairs["512"] == len(probe.sequences) == 16384 // (512 + COPY)
     assert near["nats"] < 0.5 > middle["nats"]
     assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
 
