@@ -7,6 +7,7 @@ result.)
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,18 +51,24 @@ class Former:
     note: str
     rows: tuple[Row, ...] = ()
 
-    def row_of(self, name: str) -> Row:
-        """What becomes of a tensor, with names for `into`.
+    def becomes(self, name: str) -> tuple[tuple[str, ...], Parts | None]:
+        """The names of what a tensor becomes, and what makes their values; None for the tensor as it is.
 
         Raises:
             Failure: The former code has no such tensor.
         """
         if not self.rows:
-            return Row(name, (name,))
+            return (name,), None
         for row in self.rows:
             if found := re.fullmatch(row.pattern, name):
-                return Row(name, tuple(found.expand(new) for new in row.into), row.parts)
+                return tuple(found.expand(new) for new in row.into), row.parts
         raise Failure(f"{name} is no tensor that is known of this model type ({self.note})", hint="is it quantised or adapted?")
+
+    @property
+    def identity(self) -> str:
+        """Differs where checkpoints of the same files become others."""
+        rows = [(row.pattern, row.into, row.parts and row.parts.__name__) for row in self.rows]
+        return json.dumps([self.config, rows], sort_keys=True, default=str)
 
 
 class Stated:
@@ -100,27 +107,31 @@ class Stated:
         gone: tuple[str, ...] = (),
         rows: tuple[Row, ...] = (),
         done: str = "",
+        usual: Mapping[str, Any] | None = None,
     ) -> Former:
-        """The result: every value of the config under its new name, those of `values`, and none of `gone`."""
+        """The result: every value of the config under its new name, those of `values`, and none of `gone`.
+
+        `usual` has defaults of the former code that are not those of the class.
+        """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
         left = {"auto_map", "tokenizer_class", *gone}
         kept = {renamed.get(key, key): value for key, value in self.values.items() if key not in left}
         now = {"model_type": model_type, "architectures": [CLASSES[model_type]]}
         note = f"its model type {self.values['model_type']!r} is read as {model_type}, without its own code"
-        return Former({**kept, **values, **now}, note + (f": {done}" if done else ""), rows)
+        return Former({**(usual or {}), **kept, **values, **now}, note + (f": {done}" if done else ""), rows)
 
 
 def _thirds(stacked: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values that are stacked by rows."""
-    if len(stacked) % 3:
-        raise Failure(f"a tensor of {len(stacked)} rows does not stack queries, keys and values", hint="get it again")
+    if not stacked.ndim or len(stacked) % 3:
+        raise Failure(f"a tensor {list(stacked.shape)} does not stack queries, keys and values by rows", hint="get it again")
     return stacked.chunk(3)
 
 
 def _normalised(head: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A head whose rows the former code divides by their norms when it is loaded."""
-    return (torch.nn.functional.normalize(head.float()).to(head.dtype),)
+    return (torch.nn.functional.normalize(_matrix(head).float()).to(head.dtype),)
 
 
 def _ungated(down: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,7 +140,13 @@ def _ungated(down: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Returns:
         Twice the projection [E, F], and the gate [1, E], which is zero.
     """
-    return down * 2, torch.zeros(1, len(down), dtype=down.dtype)
+    return _matrix(down) * 2, torch.zeros(1, len(down), dtype=down.dtype)
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim != 2:
+        raise Failure(f"a tensor {list(tensor.shape)} is no projection, which has two dims", hint="get it again")
+    return tensor
 
 
 def _renamed(names: Mapping[str, str]) -> tuple[Row, ...]:
@@ -150,7 +167,9 @@ _LLAMA = (
 def _falcon(stated: Stated) -> Former:
     grouped = {"new_decoder_architecture": True} if stated.values["model_type"] == "RefinedWeb" else {}
     renamed = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "n_head_kv": "num_kv_heads"}
-    return stated.read_as("falcon", renamed, grouped)
+    usual = {"multi_query": False, "parallel_attn": False, "bos_token_id": 1, "eos_token_id": 2}
+    stated.only("rope_scaling", None)
+    return stated.read_as("falcon", renamed, grouped, usual=usual)
 
 
 def _stablelm(stated: Stated) -> Former:
@@ -163,7 +182,8 @@ def _stablelm(stated: Stated) -> Former:
 def _yi(stated: Stated) -> Former:
     norms = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     rows = _renamed({rf"{_LAYER}{old}\.weight": f"{_NEW}{new}.weight" for old, new in norms.items()})
-    return stated.read_as("llama", {}, {}, rows=(*_LLAMA, *rows))
+    stated.only("rope_scaling", None)
+    return stated.read_as("llama", {}, {}, rows=(*_LLAMA, *rows), usual={"rope_theta": 5e6, "num_key_value_heads": 4})
 
 
 def _internlm(stated: Stated) -> Former:
@@ -174,7 +194,7 @@ def _internlm(stated: Stated) -> Former:
     if not isinstance(rotary, dict) or rotary.get("type", "dynamic") not in ("dynamic", "origin"):
         stated.refuse(f"rotary is {rotary!r}; it must be of type 'dynamic' or 'origin', as transformers' class computes them")
     values = {"attention_bias": stated.values.get("bias", True), "rope_theta": rotary.get("base", 10000)}
-    done = f"a rotary base that grows beyond {limit} tokens is left out" if rotary.get("type") != "origin" else ""
+    done = f"a rotary base that grows beyond {limit} tokens is left out" if rotary.get("type") == "dynamic" else ""
     return stated.read_as("llama", {}, values, ("bias", "rotary"), _LLAMA, done)
 
 
@@ -217,6 +237,8 @@ def _qwen(stated: Stated) -> Former:
     stated.only("rope_scaling", None)
     stated.only("rotary_pct", 1.0)
     stated.only("kv_channels", width // heads)
+    for key in ("visual", "audio"):  # of Qwen-VL and Qwen-Audio
+        stated.only(key, None)
     names = {
         r"transformer\.wte\.weight": "model.embed_tokens.weight",
         r"transformer\.ln_f\.weight": "model.norm.weight",
@@ -236,13 +258,15 @@ def _qwen(stated: Stated) -> Former:
         "seq_length", "kv_channels", "rotary_pct", "no_bias", "scale_attn_weights", "use_dynamic_ntk", "use_logn_attn",
         "use_flash_attn", "bf16", "fp16", "fp32", "onnx_safe",
     )  # fmt: skip
-    done = f"c_attn is split; what its config scales beyond {limit} tokens (dynamic NTK, log-n attention) is left out"
+    scaled = [key for key in ("use_dynamic_ntk", "use_logn_attn") if stated.values.get(key)]
+    done = "c_attn is split" + (f"; what {' and '.join(scaled)} scales beyond {limit} tokens is left out" if scaled else "")
     return stated.read_as("qwen2", renamed, values, gone, rows, done)
 
 
 def _phi(stated: Stated) -> Former:
     width, heads, rotary = stated.counts("n_embd", "n_head", "rotary_dim")
     stated.only("n_head_kv", None, heads)
+    stated.only("num_local_experts", None)  # of Phixtral
     names = {
         r"transformer\.embd\.wte\.weight": "model.embed_tokens.weight",
         r"lm_head\.ln\.(weight|bias)": r"model.final_layernorm.\1",
@@ -263,12 +287,13 @@ def _phi(stated: Stated) -> Former:
     }  # fmt: skip
     values = {"intermediate_size": stated.values.get("n_inner") or 4 * width, "partial_rotary_factor": rotary / dims}
     gone = ("n_inner", "n_head_kv", "rotary_dim", "flash_attn", "flash_rotary", "fused_dense")
-    return stated.read_as("phi", renamed, values, gone, rows, "Wqkv is split")
+    usual = {"bos_token_id": None, "eos_token_id": None}  # the class's are ordinary tokens of its vocabulary
+    return stated.read_as("phi", renamed, values, gone, rows, "Wqkv is split", usual)
 
 
 def _deepseek(stated: Stated) -> Former:
-    sizes = ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_key_value_heads")
-    experts, shared, size, _ = stated.counts(*sizes)
+    experts, shared, size = stated.counts("n_routed_experts", "n_shared_experts", "moe_intermediate_size")
+    stated.counts("num_key_value_heads", "num_experts_per_tok")
     dense = stated.values.get("first_k_dense_replace") or 0
     stated.only("moe_layer_freq", 1)
     stated.only("scoring_func", "softmax")
@@ -291,7 +316,8 @@ def _deepseek(stated: Stated) -> Former:
         "aux_loss_alpha", "seq_aux", "pretraining_tp",
     )  # fmt: skip
     done = "shared experts, which it has no gate for, are doubled behind a gate of ½"
-    return stated.read_as("qwen2_moe", {}, values, gone, rows, done)
+    usual = {"bos_token_id": 100000, "eos_token_id": 100001}
+    return stated.read_as("qwen2_moe", {}, values, gone, rows, done, usual)
 
 
 FORMERS: dict[str, Callable[[Stated], Former]] = {

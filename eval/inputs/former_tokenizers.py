@@ -21,7 +21,7 @@ from attention.errors import Failure, Refusal
 from eval.inputs.sealed import read_object
 
 _SPACE = "▁"
-_NORMAL, _UNKNOWN, _CONTROL, _DEFINED = 1, 2, 3, 4  # types of SentencePiece's pieces
+_NORMAL, _UNKNOWN, _DEFINED, _UNUSED = 1, 2, 4, 5  # types of SentencePiece's pieces
 _BYTE_PAIRS = 2  # among its types of models
 # How Qwen splits text before it merges bytes, and the tokens that follow those of its file.
 _WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
@@ -35,9 +35,10 @@ def carry_over(directory: Path) -> None:
     Raises:
         Refusal: It is of a kind that is not read here.
         Failure: Its file is damaged.
+        OSError: The disk is full.
     """
-    path = directory / "tokenizer_config.json"
-    stated = read_object(path) or {}
+    path, special = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+    stated, added = read_object(path) or {}, directory / "added_tokens.json"
     config = {key: value for key, value in stated.items() if key != "auto_map"}
     model, ranks = directory / "tokenizer.model", directory / "qwen.tiktoken"
     if not (directory / "tokenizer.json").is_file() and (model.is_file() or ranks.is_file()):
@@ -48,10 +49,43 @@ def carry_over(directory: Path) -> None:
             raise
         except (ValueError, IndexError, KeyError, struct.error) as error:
             raise Failure(f"{file.name} is no tokenizer's file, or is damaged: {error}", hint="get it again") from None
-        tokenizer.save(str(directory / "tokenizer.json"))
-        config = {**tokens, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
+        others = {text: {"id": number} for text, number in (read_object(added) or {}).items()}
+        for number, entry in (config.pop("added_tokens_decoder", None) or {}).items():
+            others[entry["content"]] = {**entry, "id": int(number)}
+        _add(tokenizer, others)
+        (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+        added.unlink(missing_ok=True)
+        if special.is_file():
+            special.write_text(json.dumps(_texts(read_object(special) or {}), indent=2), encoding="utf-8")
+        config = {**tokens, **_texts(config), "tokenizer_class": "PreTrainedTokenizerFast"}
     if config != stated:
         path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the texts of tokens alone. Former code finds them as they are, whatever else their settings say."""
+
+    def text(value: Any) -> Any:
+        return value["content"] if isinstance(value, dict) and "content" in value else value
+
+    found = {key: [text(item) for item in value] if isinstance(value, list) else text(value) for key, value in settings.items()}
+    return {key: value for key, value in found.items() if value is not None or not key.endswith("_token")}
+
+
+def _add(tokenizer: Tokenizer, others: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add tokens by their texts, each with its id and what else is known of it.
+
+    Raises:
+        Refusal: An id is not the next one.
+    """
+    for text, known in sorted(others.items(), key=lambda item: item[1]["id"]):
+        kept = {name: bool(known.get(name, False)) for name in ("lstrip", "rstrip", "special")}
+        tokenizer.add_tokens([AddedToken(text, normalized=False, single_word=False, **kept)])
+        if (became := tokenizer.token_to_id(text)) != known["id"]:
+            raise Refusal(
+                f"the tokenizer's settings say that {text!r} is token {known['id']}, and after its other tokens it is {became}",
+                hint="put a tokenizer.json beside it",
+            )
 
 
 def of_ranks(data: bytes) -> tuple[Tokenizer, dict[str, Any]]:
@@ -81,9 +115,7 @@ def of_sentencepiece(data: bytes, config: Mapping[str, Any]) -> tuple[Tokenizer,
     model = list(_fields(data))
     pieces = [_piece(value) for number, value in model if number == 1]
     trained, rules = (dict(_fields(dict(model)[part])) for part in (2, 3))
-    kind, characters = trained.get(3, 1), rules.get(2)
-    if kind != _BYTE_PAIRS or characters or trained.get(24, 0) or not rules.get(5, 1):
-        what = f"type {kind}" if kind != _BYTE_PAIRS else "a map of characters" if characters else "spaces at other places"
+    if what := _unread(trained, rules, pieces):
         raise Refusal(
             f"tokenizer.model has {what}; of a former model type, kvfold reads byte pairs (type {_BYTE_PAIRS}) of plain text",
             hint="put a tokenizer.json beside it",
@@ -103,13 +135,26 @@ def of_sentencepiece(data: bytes, config: Mapping[str, Any]) -> tuple[Tokenizer,
     return tokenizer, {"unk_token": unknown, **_add_ends(tokenizer, config)}
 
 
+def _unread(trained: Mapping[int, Any], rules: Mapping[int, Any], pieces: list[tuple[str, float, int]]) -> str | None:
+    """What a SentencePiece model has that is not read here."""
+    scores = [score for text, score, kind in pieces if kind == _NORMAL and len(text) > 1]
+    found = {
+        f"type {trained.get(3, 1)}": trained.get(3, 1) != _BYTE_PAIRS,
+        "a map of characters": bool(rules.get(2)),
+        "spaces at other places": bool(trained.get(24, 0)) or not rules.get(5, 1),
+        "pieces that are not used": any(kind == _UNUSED for _, _, kind in pieces),
+        "pieces of one score": len(set(scores)) < len(scores),  # of two such pairs, SentencePiece merges the left one
+    }
+    return next((what for what, is_so in found.items() if is_so), None)
+
+
 def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
     """Let a text begin and end as the settings in `config` say; the names of the tokens at its ends."""
     named: dict[str, str] = {}
     for key, usual in (("bos_token", "<s>"), ("eos_token", "</s>")):
         stated = config.get(key, usual)
-        text = str(stated.get("content") if isinstance(stated, dict) else stated)
-        named |= {key: text} if tokenizer.token_to_id(text) is not None else {}
+        text = stated.get("content") if isinstance(stated, dict) else stated
+        named |= {key: text} if isinstance(text, str) and tokenizer.token_to_id(text) is not None else {}
     first = [named["bos_token"]] if "bos_token" in named and config.get("add_bos_token", True) else []
     last = [named["eos_token"]] if "eos_token" in named and config.get("add_eos_token", False) else []
     special = [(text, tokenizer.token_to_id(text)) for text in (*first, *last)]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from eval.inputs import former_tokenizers
-from eval.inputs.former import Former, Row
+from eval.inputs.former import Former, Parts
 from eval.inputs.reader import PICKLES, SAFETENSORS, Reader
 from eval.inputs.unpacked import unpacked
 
-_COMPANIONS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*", "NOTICE*", "README.md")
 _INDEXES = tuple(f"{single}.index.json" for single in (SAFETENSORS, PICKLES))
+_TOKENIZERS = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja")
+_COMPANIONS = (*_TOKENIZERS, "*.json", "*.txt", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md")
+_NEEDED = ("config.json", "generation_config.json", *_TOKENIZERS, "model*.safetensors*", "pytorch_model*.bin*")
 
 
 def rewritten(former: Former, source: Path) -> Path:
@@ -26,8 +28,11 @@ def rewritten(former: Former, source: Path) -> Path:
         Refusal: Its tokenizer is of a kind that is not read.
         Failure: It cannot be read or written, or has a tensor that its former code does not have.
     """
-    files = {path for pattern in (*_COMPANIONS, "*.safetensors", "*.bin") for path in source.glob(pattern)}
-    return unpacked(source, sorted(files), lambda: _Rewriting(former, source)).directory
+    return unpacked(source, _found(source, _NEEDED), lambda: _Rewriting(former, source), former.identity).directory
+
+
+def _found(source: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,15 @@ class _Rewriting:
 
     def unpack(self, directory: Path) -> None:
         reader = Reader(self.source)
-        rows = {name: self.former.row_of(name) for name in reader.infos}
-        if all(row.into == (name,) and row.parts is None for name, row in rows.items()):
+        made = {name: self.former.becomes(name) for name in reader.infos}
+        if all(becomes == ((name,), None) for name, becomes in made.items()):
             self._link(reader.files, directory)
         else:
-            self._write(reader, rows, directory)
+            self._write(reader, made, directory)
+        for path in _found(self.source, _COMPANIONS):
+            if path.name not in _INDEXES:
+                shutil.copyfile(path, directory / path.name)
         (directory / "config.json").write_text(json.dumps(self.former.config, indent=2), encoding="utf-8")
-        for path in self._companions():
-            shutil.copyfile(path, directory / path.name)
         former_tokenizers.carry_over(directory)
 
     def _link(self, files: list[str], directory: Path) -> None:
@@ -59,7 +65,7 @@ class _Rewriting:
             if path.is_file():
                 (directory / path.name).symlink_to(path.resolve())
 
-    def _write(self, reader: Reader, rows: Mapping[str, Row], directory: Path) -> None:
+    def _write(self, reader: Reader, made: Mapping[str, tuple[tuple[str, ...], Parts | None]], directory: Path) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -71,7 +77,7 @@ class _Rewriting:
                 new: part.clone(memory_format=torch.contiguous_format)  # of a stack, or of a tied `.bin`
                 for name in reader.infos
                 if reader.file(name) == file
-                for new, part in _made(rows[name], reader[name])
+                for new, part in _parted(*made[name], reader[name])
             }
             try:
                 save_file(tensors, directory / shard, {"format": "pt"})
@@ -83,10 +89,6 @@ class _Rewriting:
             index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
             (directory / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def _companions(self) -> Iterator[Path]:
-        found = {path for pattern in _COMPANIONS for path in self.source.glob(pattern) if path.is_file()}
-        yield from sorted(path for path in found if path.name not in ("config.json", *_INDEXES))
 
-
-def _made(row: Row, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from zip(row.into, row.parts(tensor) if row.parts else (tensor,) * len(row.into), strict=True)
+def _parted(names: tuple[str, ...], parts: Parts | None, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from zip(names, parts(tensor) if parts else (tensor,) * len(names), strict=True)

@@ -1,4 +1,7 @@
-"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file, which is unpacked once."""
+"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file.
+
+A GGUF file, or a checkpoint of a former model type, is made an ordinary checkpoint once, in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -275,7 +278,9 @@ class Source:
 
     def _dtype_of_weights(self) -> str | None:
         """The dtype in the header of a local safetensors file; None for other sources."""
-        path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
+        path = self._safetensors_in(self.directory)
+        if path is None and self._former:  # whose configs often do not say it
+            path = self._safetensors_in(self.files)
         if path is None:
             return None
         with path.open("rb") as file:
@@ -285,6 +290,10 @@ class Source:
             except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
                 return None  # a damaged file is for those to name who read its weights
         return next((name for short, name in FLOATS.items() if short in found), None)
+
+    @staticmethod
+    def _safetensors_in(directory: Path | None) -> Path | None:
+        return next(iter(sorted(directory.glob("model*.safetensors"))), None) if directory else None
 
     @property
     def max_positions(self) -> int | None:

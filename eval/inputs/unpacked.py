@@ -57,13 +57,14 @@ class Unpacked:
         return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}
 
 
-def unpacked(path: Path, files: Iterable[Path], opened: Callable[[], Packed]) -> Unpacked:
+def unpacked(path: Path, files: Iterable[Path], opened: Callable[[], Packed], identity: str = "") -> Unpacked:
     """The checkpoint that something became; the first call makes it.
 
     Args:
         path: The file or directory that it is made from.
         files: All files that it is made from: if one of them changes, it is made again.
         opened: Reads what says how it is made, and refuses what cannot be.
+        identity: What else the checkpoint depends on.
 
     Raises:
         Refusal: As `opened`.
@@ -71,7 +72,7 @@ def unpacked(path: Path, files: Iterable[Path], opened: Callable[[], Packed]) ->
     """
     import transformers
 
-    parts = [str(path.resolve()), str(_FORMAT), transformers.__version__]
+    parts = [str(path.resolve()), str(_FORMAT), transformers.__version__, identity]
     for file in files:
         try:
             found = file.stat()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from formers import CONFIGS, TOKENS, config_of, logits, tensors_of, write
+from safetensors.torch import load_file
 from written import Convert, refused
 
 from attention.errors import Failure, Refusal
@@ -49,7 +50,7 @@ def test_nothing_beyond_the_length_of_qwen_s_training_is_computed() -> None:
     former = former_of(config_of("qwen"), "config.json")
     assert former is not None
     assert former.config["max_position_embeddings"] == CONFIGS["qwen"]["seq_length"]
-    assert "beyond 64 tokens (dynamic NTK, log-n attention) is left out" in former.note
+    assert "use_dynamic_ntk and use_logn_attn scales beyond 64 tokens is left out" in former.note
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,9 @@ def test_nothing_beyond_the_length_of_qwen_s_training_is_computed() -> None:
         ("qwen", {"no_bias": False}, "no_bias is False; it must be True, which is all that transformers' class computes"),
         ("qwen", {"kv_channels": 16}, "kv_channels is 16; it must be 12"),
         ("qwen", {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
+        ("qwen", {"visual": {"width": 8}}, "visual is {'width': 8}; it must be None"),
+        ("phi-msft", {"num_local_experts": 4}, "num_local_experts is 4; it must be None"),
+        ("Yi", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
         ("qwen", {"seq_length": ...}, "seq_length is None; it must be an integer above 0"),
         (
             "phi-msft",
@@ -101,6 +105,26 @@ def test_what_the_class_does_not_compute_is_refused(
     refused(convert("inspect", tmp_path), 2, message)
 
 
+def test_what_a_config_leaves_out_is_what_its_own_code_takes() -> None:
+    def read(kind: str, *left_out: str) -> dict[str, Any]:
+        former = former_of({key: value for key, value in config_of(kind).items() if key not in left_out}, "config.json")
+        assert former is not None
+        return former.config
+
+    assert read("Yi", "rope_theta")["rope_theta"] == 5e6
+    assert not read("RefinedWebModel", "parallel_attn", "multi_query")["parallel_attn"]
+    assert read("phi-msft", "bos_token_id", "eos_token_id")["eos_token_id"] is None
+
+
+def test_the_weights_say_the_dtype_where_the_config_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "old", "qwen", {name: tensor.bfloat16() for name, tensor in tensors_of("qwen").items()})
+    with_config(path, {key: value for key, value in config_of("qwen").items() if key not in ("dtype", "torch_dtype")})
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    assert Source.parse(str(path)).dtype == "bfloat16"
+
+
 def with_config(directory: Path, config: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -121,5 +145,5 @@ def test_a_tensor_that_its_code_has_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Failure, match=r"transformer\.h\.0\.attn\.c_proj\.bias is no tensor that is known of this model type"):
         Source.parse(str(write(tmp_path / "old", "qwen", tensors))).files  # noqa: B018
     tensors = tensors_of("baichuan") | {"model.layers.1.self_attn.W_pack.weight": torch.ones(100, 48)}
-    with pytest.raises(Failure, match="a tensor of 100 rows does not stack queries, keys and values"):
+    with pytest.raises(Failure, match=r"a tensor \[100, 48\] does not stack queries, keys and values"):
         Source.parse(str(write(tmp_path / "odd", "baichuan", tensors))).files  # noqa: B018

@@ -22,7 +22,7 @@ from eval.inputs.former_tokenizers import carry_over
 CORPUS = "the cat sat on the mat and the dog sat on the cat; that was that. 你好 the end\n" * 3
 TEXTS = [
     "the cat", " the cat", "  two  spaces ", "", " ", "a", "\n", "tabs\tand\r\nlines\n\n", "你好, 世界 é 🙂", "▁the", "12 345",
-    "that's the dog", "the <u> cat<u>sat <u", "THE CAT",
+    "that's the dog", "the <u> cat<u>sat <u", "THE CAT", "<u>x<u>",
 ]  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -98,7 +98,8 @@ def sentencepiece(found: list[Piece], text: str, prefix: bool) -> list[int]:
     scores = {piece: -score for piece, score, kind in found if kind == NORMAL}
     defined = [piece for piece, _, kind in found if kind == DEFINED]
     text = ("▁" if prefix and text else "") + text.replace(" ", "▁")
-    split = re.split(f"({'|'.join(map(re.escape, defined))})", text) if defined else [text]
+    longest = sorted(defined, key=len, reverse=True)
+    split = re.split(f"({'|'.join(map(re.escape, longest))})", text) if defined else [text]
     parts = [part for piece in split for part in ([piece] if piece in defined else joined(list(piece), scores.get))]
     bytewise = ([ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()] for part in parts)
     return [number for numbers in bytewise for number in numbers]
@@ -116,7 +117,7 @@ def loaded(directory: Path, files: dict[str, bytes], settings: dict[str, Any], m
     return AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("defined", [(), ("<u>", "<user>")])
+@pytest.mark.parametrize("defined", [(), ("<u>", "<u>x")])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_model_of_sentencepiece(prefix: bool, defined: tuple[str, ...], tmp_path: Path) -> None:
     found = pieces(defined)
@@ -137,6 +138,37 @@ def test_a_text_begins_as_the_settings_say(settings: dict[str, Any], first: list
     assert tokenizer("</s>", add_special_tokens=False)["input_ids"] == [2]
 
 
+def test_tokens_are_found_in_a_text_whatever_their_settings_say(tmp_path: Path) -> None:
+    found = pieces()
+    size = len(found)
+    ends = {
+        name: {"content": text, "normalized": True, "single_word": True}
+        for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"))
+    }
+    decoder = {
+        "2": {"content": "</s>", "normalized": True, "special": True},
+        str(size): {"content": "<|a|>", "normalized": True},
+    }
+    settings = {**ends, "pad_token": None, "added_tokens_decoder": decoder, "add_bos_token": False}
+    added = json.dumps({"<|b|>": size + 1}).encode()
+    tokenizer = loaded(tmp_path, {"tokenizer.model": model(found), "added_tokens.json": added}, settings, "llama")
+    the = sentencepiece(found, "the", prefix=True)
+    assert tokenizer("the</s><|a|>the<|b|>the")["input_ids"] == [*the, 2, size, *the, size + 1, *the]
+    assert tokenizer.pad_token is None
+
+
+def test_a_token_that_is_stated_to_be_null_is_none(tmp_path: Path) -> None:
+    found = [*pieces(), ("None", -99.0, NORMAL)]
+    tokenizer = loaded(tmp_path, {"tokenizer.model": model(found)}, {"bos_token": None}, "llama")
+    assert tokenizer("the")["input_ids"] == sentencepiece(found, "the", prefix=True)
+
+
+def test_a_token_that_would_get_another_number_is_refused(tmp_path: Path) -> None:
+    files = {"tokenizer.model": model(pieces()), "added_tokens.json": json.dumps({"[A]": 900}).encode()}
+    with pytest.raises(Refusal, match=r"'\[A\]' is token 900, and after its other tokens it is"):
+        loaded(tmp_path, files, {}, "llama")
+
+
 def test_extra_spaces_are_removed_where_a_model_says_so(tmp_path: Path) -> None:
     found = pieces()
     tokenizer = loaded(tmp_path, {"tokenizer.model": model(found, squeeze=True)}, {"add_bos_token": False}, "llama")
@@ -150,6 +182,8 @@ def test_extra_spaces_are_removed_where_a_model_says_so(tmp_path: Path) -> None:
     [
         (model(pieces(), kind=1), Refusal, "tokenizer.model has type 1; of a former model type, kvfold reads byte pairs"),
         (model(pieces(), charsmap=b"abc"), Refusal, "tokenizer.model has a map of characters"),
+        (model([*pieces(), ("hat", 0.0, NORMAL)]), Refusal, "tokenizer.model has pieces of one score"),
+        (model([*pieces(), ("hat", -99.0, 5)]), Refusal, "tokenizer.model has pieces that are not used"),
         (model(pieces())[:-3], Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
         (b"\xff" * 40, Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
         (b"", Failure, "tokenizer.model is no tokenizer's file, or is damaged"),

@@ -95,6 +95,16 @@ def test_weights_that_stay_as_they_are_are_not_copied(convert: Convert, cache: P
     assert not entries(cache)
 
 
+def test_a_config_that_changes_while_it_is_read_gives_another_entry(tmp_path: Path) -> None:
+    path = write(tmp_path / "old", "internlm")
+    source = Source.parse(str(path))
+    before = source.raw["rope_theta"]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rotary": {"type": "dynamic", "base": 90000}}))
+    assert json.loads((source.files / "config.json").read_text())["rope_theta"] == before
+    assert json.loads((files_of(path) / "config.json").read_text())["rope_theta"] == 90000
+
+
 def test_a_checkpoint_is_rewritten_once_and_again_when_it_changes(
     cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +114,10 @@ def test_a_checkpoint_is_rewritten_once_and_again_when_it_changes(
     caplog.clear()
     assert files_of(path) == first
     assert not caplog.text
+    for name in ("notes.txt", "optimizer.bin"):
+        (path / name).write_text("nothing that a checkpoint is made of")
+    (path / "LICENSES").mkdir()
+    assert files_of(path) == first
     write(path, "internlm", tensors_of("internlm", seed=1))
     again = files_of(path)
     assert again != first
