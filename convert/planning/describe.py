@@ -18,6 +18,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
+from eval.inputs.former import FORMERS
 from eval.machine.forecast import duration
 from eval.terminal.tables import bytes_text, table
 
@@ -275,16 +276,17 @@ def support_text(rows: list[dict[str, Any]]) -> str:
 
 
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each target that has no output class and each type that is not read on purpose, and what experiments read."""
+    """A line for each target without an output class and each type that is not read on purpose, and what else is read."""
     targets = [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
     return [*targets, *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())), *_found()]
 
 
 def _found() -> list[str]:
-    """What experiments read."""
+    """What experiments read, and former types."""
     return [
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
         f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
+        f"former model types, read as other classes without their own code: {', '.join(FORMERS)}",
     ]
 
 
