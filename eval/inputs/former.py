@@ -11,15 +11,16 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attention.errors import Failure, Refusal
 
-_OWN_CODE = "`convert eval --trust-remote-code` runs its own code to measure it"
+if TYPE_CHECKING:
+    import torch
 
-Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+_OWN_CODE = "`convert eval --trust-remote-code` runs its own code to measure it"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def _thirds(stacked: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _normalised(head: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A head whose rows the former code divides by their norms when it is loaded."""
-    return (torch.nn.functional.normalize(_matrix(head).float()).to(head.dtype),)
+    rows = _matrix(head).float()
+    return ((rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12)).to(head.dtype),)
 
 
 def _ungated(down: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,7 +142,7 @@ def _ungated(down: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Returns:
         Twice the projection [E, F], and the gate [1, E], which is zero.
     """
-    return _matrix(down) * 2, torch.zeros(1, len(down), dtype=down.dtype)
+    return _matrix(down) * 2, down.new_zeros(1, len(down))
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

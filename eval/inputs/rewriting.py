@@ -7,13 +7,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from eval.inputs import former_tokenizers
-from eval.inputs.former import Former, Parts
+from eval.inputs.former import Former
 from eval.inputs.reader import PICKLES, SAFETENSORS, Reader
 from eval.inputs.unpacked import unpacked
+
+if TYPE_CHECKING:
+    from eval.inputs.former import Parts
 
 _INDEXES = tuple(f"{single}.index.json" for single in (SAFETENSORS, PICKLES))
 _TOKENIZERS = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja")
