@@ -16,6 +16,15 @@ Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
+TENSORS = {  # of several dtypes and shapes, as files hold them
+    "a.weight": torch.randn(4, 6),
+    "b.weight": torch.randn(5).to(torch.bfloat16),
+    "c.flags": torch.tensor([True, False, True]),
+    "d.ids": torch.arange(7),
+    "e.scalar": torch.tensor(2.5),
+    "f.empty": torch.empty(0, 3),
+}
+
 
 def ok(result: Any) -> Any:
     assert result.exit_code == 0, result.output

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from eval.inputs.reader import TOKENIZER_FILES
 from eval.inputs.sealed import seal_tensors
-from eval.inputs.source import TOKENIZER_FILES
 from eval.inputs.text import OWN_TEXT
 
 # Copied byte for byte; `convert.output.tokenizer` may name a class in one of them. config.json, the card and the weights are

@@ -63,7 +63,10 @@ class Former:
         for row in self.rows:
             if found := re.fullmatch(row.pattern, name):
                 return tuple(found.expand(new) for new in row.into), row.parts
-        raise Failure(f"{name} is no tensor that is known of this model type ({self.note})", hint="is it quantised or adapted?")
+        raise Failure(
+            f"this model type has tensors of other names than {name} ({self.note})",
+            hint="is it quantised or adapted? Get the checkpoint that it was made from",
+        )
 
     @property
     def identity(self) -> str:
@@ -147,7 +150,7 @@ def _ungated(down: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim != 2:
-        raise Failure(f"a tensor {list(tensor.shape)} is no projection, which has two dims", hint="get it again")
+        raise Failure(f"a tensor {list(tensor.shape)} stands where a projection has two dims", hint="get it again")
     return tensor
 
 

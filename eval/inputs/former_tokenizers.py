@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from attention.errors import Failure, Refusal
 from eval.inputs.sealed import read_object
 
+_PIECES, _RANKS = "tokenizer.model", "qwen.tiktoken"
 _SPACE = "▁"
 _NORMAL, _UNKNOWN, _DEFINED, _UNUSED = 1, 2, 4, 5  # types of SentencePiece's pieces
 _BYTE_PAIRS = 2  # among its types of models
@@ -37,29 +38,36 @@ def carry_over(directory: Path) -> None:
         Failure: Its file is damaged.
         OSError: The disk is full.
     """
-    path, special = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
-    stated, added = read_object(path) or {}, directory / "added_tokens.json"
+    path = directory / "tokenizer_config.json"
+    stated = read_object(path) or {}
     config = {key: value for key, value in stated.items() if key != "auto_map"}
-    model, ranks = directory / "tokenizer.model", directory / "qwen.tiktoken"
-    if not (directory / "tokenizer.json").is_file() and (model.is_file() or ranks.is_file()):
-        file = model if model.is_file() else ranks
-        try:
-            tokenizer, tokens = of_sentencepiece(file.read_bytes(), config) if file == model else of_ranks(file.read_bytes())
-        except Refusal:
-            raise
-        except (ValueError, IndexError, KeyError, struct.error) as error:
-            raise Failure(f"{file.name} is no tokenizer's file, or is damaged: {error}", hint="get it again") from None
-        others = {text: {"id": number} for text, number in (read_object(added) or {}).items()}
-        for number, entry in (config.pop("added_tokens_decoder", None) or {}).items():
-            others[entry["content"]] = {**entry, "id": int(number)}
-        _add(tokenizer, others)
-        (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-        added.unlink(missing_ok=True)
-        if special.is_file():
-            special.write_text(json.dumps(_texts(read_object(special) or {}), indent=2), encoding="utf-8")
-        config = {**tokens, **_texts(config), "tokenizer_class": "PreTrainedTokenizerFast"}
+    file = next((file for name in (_PIECES, _RANKS) if (file := directory / name).is_file()), None)
+    if file is not None and not (directory / "tokenizer.json").is_file():
+        config = _rewritten(file, config)
     if config != stated:
         path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _rewritten(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the tokenizer.json of a file beside it, with the tokens that other files add; the settings that are left."""
+    read = of_sentencepiece if file.name == _PIECES else of_ranks
+    try:
+        tokenizer, tokens = read(file.read_bytes(), config)
+    except Refusal:  # a ValueError, too
+        raise
+    except (ValueError, IndexError, KeyError, struct.error) as error:
+        raise Failure(f"cannot read {file.name} as a tokenizer: {error}", hint="it may be damaged: get it again") from None
+    added, special = file.with_name("added_tokens.json"), file.with_name("special_tokens_map.json")
+    others = {text: {"id": number} for text, number in (read_object(added) or {}).items()}
+    for number, entry in (config.get("added_tokens_decoder") or {}).items():
+        others[entry["content"]] = {**entry, "id": int(number)}
+    _add(tokenizer, others)
+    file.with_name("tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    added.unlink(missing_ok=True)
+    if special.is_file():
+        special.write_text(json.dumps(_texts(read_object(special) or {}), indent=2), encoding="utf-8")
+    left = {key: value for key, value in config.items() if key != "added_tokens_decoder"}
+    return {**tokens, **_texts(left), "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +96,8 @@ def _add(tokenizer: Tokenizer, others: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def of_ranks(data: bytes) -> tuple[Tokenizer, dict[str, Any]]:
-    """Qwen's tokenizer from lines of a token in base 64 and its rank, and settings of its class."""
+def of_ranks(data: bytes, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """Qwen's tokenizer from lines of a token in base 64 and its rank, and settings of its class, whatever is in `config`."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     signs = bytes_to_unicode()

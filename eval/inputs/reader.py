@@ -31,6 +31,7 @@ _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float1
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
 _AS_SAVED = "kvfold reads checkpoints as transformers' save_pretrained writes them"
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 
 from eval.inputs import former_tokenizers
 from eval.inputs.former import Former
-from eval.inputs.reader import PICKLES, SAFETENSORS, Reader
+from eval.inputs.reader import PICKLES, SAFETENSORS, TOKENIZER_FILES, Reader
 from eval.inputs.unpacked import unpacked
 
 if TYPE_CHECKING:
     from eval.inputs.former import Parts
 
 _INDEXES = tuple(f"{single}.index.json" for single in (SAFETENSORS, PICKLES))
-_TOKENIZERS = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja")
+_TOKENIZERS = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _COMPANIONS = (*_TOKENIZERS, "*.json", "*.txt", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md")
 _NEEDED = ("config.json", "generation_config.json", *_TOKENIZERS, "model*.safetensors*", "pytorch_model*.bin*")
 

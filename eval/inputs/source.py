@@ -21,6 +21,7 @@ from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules, layouts
 from eval.inputs.former import Former, former_of
 from eval.inputs.gguf import unpacked_file
+from eval.inputs.reader import TOKENIZER_FILES
 from eval.inputs.rewriting import rewritten
 
 _DEFAULT_CONTEXT = 2048
@@ -34,7 +35,6 @@ _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders exc
 _PICKLES = ["pytorch_model*.bin"]
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)

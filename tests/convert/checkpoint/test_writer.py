@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from written import TENSORS
 
 from attention.errors import Failure
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from eval.inputs.reader import TensorInfo
 from eval.inputs.sealed import checksum, sync_tree, write_whole
-
-TENSORS = {
-    "a.weight": torch.randn(4, 6),
-    "b.weight": torch.randn(5).to(torch.bfloat16),
-    "c.flags": torch.tensor([True, False, True]),
-    "d.ids": torch.arange(7),
-    "e.scalar": torch.tensor(2.5),
-    "f.empty": torch.empty(0, 3),
-}
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:

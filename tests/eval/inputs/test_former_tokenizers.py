@@ -184,10 +184,10 @@ def test_extra_spaces_are_removed_where_a_model_says_so(tmp_path: Path) -> None:
         (model(pieces(), charsmap=b"abc"), Refusal, "tokenizer.model has a map of characters"),
         (model([*pieces(), ("hat", 0.0, NORMAL)]), Refusal, "tokenizer.model has pieces of one score"),
         (model([*pieces(), ("hat", -99.0, 5)]), Refusal, "tokenizer.model has pieces that are not used"),
-        (model(pieces())[:-3], Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
-        (b"\xff" * 40, Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
-        (b"", Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
-        (message((1, b"\x0f")), Failure, "tokenizer.model is no tokenizer's file, or is damaged"),
+        (model(pieces())[:-3], Failure, "cannot read tokenizer.model as a tokenizer"),
+        (b"\xff" * 40, Failure, "cannot read tokenizer.model as a tokenizer"),
+        (b"", Failure, "cannot read tokenizer.model as a tokenizer"),
+        (message((1, b"\x0f")), Failure, "cannot read tokenizer.model as a tokenizer"),
     ],
 )
 def test_what_is_not_read_exactly_is_refused(data: bytes, error: type[Exception], said: str, tmp_path: Path) -> None:
@@ -221,5 +221,5 @@ def test_qwen_s_ranks(tmp_path: Path) -> None:
 
 def test_a_damaged_file_of_ranks_is_named(tmp_path: Path) -> None:
     (tmp_path / "qwen.tiktoken").write_bytes(b"AAA not\n")
-    with pytest.raises(Failure, match=r"qwen\.tiktoken is no tokenizer's file, or is damaged"):
+    with pytest.raises(Failure, match=r"cannot read qwen\.tiktoken as a tokenizer"):
         carry_over(tmp_path)

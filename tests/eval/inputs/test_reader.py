@@ -11,19 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from written import ok, weights
+from written import TENSORS, ok, weights
 
 from attention.errors import Failure, Refusal
 from eval.inputs.reader import Reader, TensorInfo
-
-TENSORS = {
-    "a.weight": torch.randn(4, 6),
-    "b.weight": torch.randn(5).to(torch.bfloat16),
-    "c.flags": torch.tensor([True, False, True]),
-    "d.ids": torch.arange(7),
-    "e.scalar": torch.tensor(2.5),
-    "f.empty": torch.empty(0, 3),
-}
 
 
 def sharded(path: Path, shards: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None = None) -> Path:

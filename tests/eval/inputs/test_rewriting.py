@@ -142,7 +142,7 @@ def test_of_a_hub_repository_the_config_is_enough_to_know_it(
     assert (asked, entries(cache), source.commit) == ([["config.json"]], [], "0123")
     assert (source.files.parent.parent, len(asked)) == (cache, 2)
     (path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(Failure, match=r"tokenizer\.model is no tokenizer's file"):
+    with pytest.raises(Failure, match=r"cannot read tokenizer\.model as a tokenizer"):
         Source.parse("nobody/tiny").files  # noqa: B018
     assert len(entries(cache)) == 1, "what was there before stays until its successor is whole"
 
