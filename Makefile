@@ -14,7 +14,7 @@ endef
 # The oldest transformers that pyproject.toml allows: vLLM 0.32 takes none newer.
 OLDEST := 5.19.0
 # What the version of transformers can change: loading, decoding and writing models.
-WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.py tests/attention/test_latent.py \
+WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_grouped.py tests/attention/test_latent.py \
 	tests/attention/test_models.py tests/attention/test_padding.py tests/attention/test_patch.py tests/attention/test_rope.py \
 	tests/convert/checkpoint/test_loading.py tests/convert/checkpoint/test_loadable.py tests/convert/families/test_deepseek.py \
 	tests/convert/families/reading tests/convert/planning/test_held.py \

@@ -13,7 +13,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from attention.cache import EncodedLayer
 from attention.errors import Refusal
 from attention.formats import Format, format_named
+from attention.models.modeling_kvfold import is_paged
 from attention.spec import AttentionSpec
+from attention.versions import CACHE
 
 _PIECE = 1024  # tokens at once where a mask says which keys a query reads: the keys of these tokens are there twice
 _NOISE = 4  # times what cutting a text changes in the logits: what a mask may change
@@ -55,7 +57,7 @@ class EncodedForward:
         if self.model.training:
             raise Refusal("an encoded cache is for inference, and the model is in training mode", hint="call model.eval()")
         given = self._named(args, kwargs)
-        if "cache" in given:
+        if is_paged(given.get("cache")):
             raise Refusal(
                 f"the cache of this model is stored in {self.form.name}, and continuous batching has a cache of its own",
                 hint="use generate, or attention.restore(model)",
@@ -64,7 +66,7 @@ class EncodedForward:
         if total is None:
             return self.stock(**given)  # which says what is missing
         wanted, given["use_cache"] = given.get("use_cache"), True
-        given["past_key_values"] = cache = self._encoded(given.get("past_key_values"))
+        given[CACHE] = cache = self._encoded(given.get(CACHE))
         as_dict = given.pop("return_dict", None)
         length = cache.get_seq_length() + total
         output = self._in_pieces(given, cache, total) if self.form.tokens and not self._latent else self.stock(**given)
@@ -74,7 +76,7 @@ class EncodedForward:
                 hint="load it without cache_dtype",
             )
         if wanted is False:
-            output["past_key_values"] = None
+            output[CACHE] = None
         return output if (self.model.config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +85,8 @@ class EncodedForward:
         for name, value in bound.arguments.items():
             several = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             named |= value if several else {name: value}
+        if (held := named.pop("past_key_values", None)) is not None:  # newer versions still take this name
+            named[CACHE] = held if named.get(CACHE) is None else named[CACHE]
         return named
 
     def _encoded(self, cache: Cache | None) -> Cache:
@@ -194,7 +198,7 @@ class EncodedForward:
                 piece = {"input_ids": ids[:, start : start + length], "attention_mask": seen[:, : start + length]}
                 if length > size:
                     piece["attention_mask"] = self._mask(piece, 0, length)
-                found.append(self.stock(**piece, past_key_values=cache, use_cache=True)["logits"])
+                found.append(self.stock(**piece, use_cache=True, **{CACHE: cache})["logits"])
             return float((torch.cat(found, 1) - expected)[seen.bool()].double().square().mean().sqrt())
 
         tiny = 2**10 * torch.finfo(torch.float64).eps * float(expected.double().square().mean().sqrt())
@@ -228,7 +232,7 @@ def require_cache(model: Any, form: Format) -> None:
     """Refuse a model that does not cache keys and values of all its layers, or whose tokens see later ones."""
     signature = inspect.signature(model.forward)
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-    if kinds or "past_key_values" not in signature.parameters:
+    if kinds or CACHE not in signature.parameters:
         what = f"a {sorted(kind.__name__ for kind in kinds)[0]}" if kinds else "no cache of keys and values"
         raise Refusal(
             f"a cache in {form.name} needs layers that all cache keys and values, and {type(model).__name__} has {what}",

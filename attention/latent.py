@@ -27,8 +27,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from attention.errors import Refusal
 from attention.forward import widened
+from attention.grouped import replaced_forward
 from attention.kernels import Backend, decode, torch_decode
-from attention.models.modeling_kvfold import eager
+from attention.models.modeling_kvfold import eager, is_paged, taken_cache
 from attention.neutral import constant_channels, is_size, undone
 from attention.stored import Stored
 
@@ -68,9 +69,9 @@ class LatentAttention(nn.Module):
     """Mixin for an MLA attention class: the same weights, cache layout and results, other arithmetic.
 
     In training mode it runs that class's forward. Otherwise `rule` chooses between its arithmetic (the prefill) and
-    the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` and calls neither `kv_b_proj` nor `expand_kv`,
-    so hooks on these do not run. Where a latent of queries is skipped (`bias_channel`), both read `q_b_proj.weight`, and call
-    neither of `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
+    the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` in place of calling `kv_b_proj`, as long as that is
+    plain (`is_plain`); an adapter or a hook on it is called. Neutral norms of the latent, and a latent of queries that is the
+    input (`bias_channel`), are skipped on the same condition.
 
     Attributes:
         rule: See `absorbs`.
@@ -131,9 +132,8 @@ class LatentAttention(nn.Module):
     def attend(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-        attention_mask: torch.Tensor | BlockMask | None,
-        past_key_values: Any = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | BlockMask | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does.
@@ -142,25 +142,29 @@ class LatentAttention(nn.Module):
             hidden_states: `[B, T, E]`.
             position_embeddings: Cosines and sines of the model, as the class takes them.
             attention_mask: A mask of the form that the config's attention implementation takes (see `dense_mask`).
-            past_key_values: A transformers `Cache`, or None.
-            kwargs: Passed to the attention function of the expanded path.
+            kwargs: The cache (`taken_cache`); all else is passed to the attention function of the expanded path.
 
         Returns:
             `[B, T, E]`, and with eager attention the probabilities `[B, H, T, S]`, else None.
+
+        Raises:
+            TypeError: An argument is not known.
         """
         if self.training:
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
-            return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+            return super().forward(hidden_states, **kwargs)
+        cache = taken_cache(self, kwargs)
+        attention_mask = self.windowed(attention_mask, self.config._attn_implementation, hidden_states, cache)
         q_nope, q_rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         latent, k_rope = self._latent(hidden_states)
         q_rope, k_rope = self.rotated(q_rope, k_rope, position_embeddings)
-        if past_key_values is not None:
-            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        if cache is not None:
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         attention_mask = self.mask_with_positions(attention_mask, q_nope, latent.shape[2], kwargs)
-        # A paged cache comes as `cache`, and the attention function updates it. The offsets of a flex mask over a static
-        # cache are the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
-        late = isinstance(attention_mask, BlockMask) and past_key_values is not None and past_key_values.is_compileable
-        if "cache" in kwargs or late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
+        # Of a paged cache, masks and lengths are the attention function's. The offsets of a flex mask over a static cache are
+        # the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
+        late = "cache" in kwargs or is_paged(cache) or (isinstance(attention_mask, BlockMask) and cache.is_compileable)
+        if late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
             out, probabilities = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
         else:
             out, probabilities = self._absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
@@ -170,6 +174,8 @@ class LatentAttention(nn.Module):
         # For several queries without a mask, the meaning (causal from which corner, packed sequences, nothing masked) depends
         # on the attention function.
         if mask is None and queries > 1:
+            return False
+        if not is_plain(self.kv_b_proj):
             return False
         given = self.attention_arguments()
         if given.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
@@ -182,11 +188,11 @@ class LatentAttention(nn.Module):
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
         compressed = self.compressed(hidden_states)
-        if self.constant_channels is not None:
-            # The norm would return its input with zeros on the constants.
+        neutral = self.constant_channels is not None and is_plain(self.kv_a_proj_with_mqa) and is_plain(self.kv_a_layernorm)
+        if neutral:  # the norm would return its input with zeros on the constants
             compressed = compressed.masked_fill(self.constant_channels, 0)
         latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        if self.constant_channels is None:
+        if not neutral:
             latent = self.kv_a_layernorm(latent)
         return latent[:, None], rope[:, None]
 
@@ -246,6 +252,10 @@ class StockLatentAttention(LatentAttention):
         """The arguments of attention functions besides tensors and the scale."""
         return {}
 
+    def windowed(self, mask: Any, chosen: str, hidden_states: torch.Tensor, cache: Any) -> Any:
+        """The mask: these classes have no windows."""
+        return mask
+
     def mask_with_positions(self, attention_mask: Any, queries: torch.Tensor, cached: int, given: dict[str, Any]) -> Any:
         """The mask: these classes add nothing to scores by position."""
         return attention_mask
@@ -254,7 +264,7 @@ class StockLatentAttention(LatentAttention):
         """`[B, H, T, N + P]`, not rotated."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None and type(self.q_a_proj) is type(self.q_b_proj) is nn.Linear:  # no adapter has come
+        elif self.bias_channel is not None and all(map(is_plain, (self.q_a_proj, self.q_a_layernorm, self.q_b_proj))):
             weight, inputs = self.q_b_proj.weight, self.q_a_proj.weight[0, 0] * hidden_states
             queries = nn.functional.linear(inputs, weight[:, : inputs.shape[-1]], weight[:, self.bias_channel].contiguous())
         else:
@@ -292,16 +302,21 @@ class OwnLatentAttention(LatentAttention):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | BlockMask | None = None,
-        layer_past: Any = None,
-        past_key_values: Any = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does (`attend`)."""
-        cache = layer_past if past_key_values is None else past_key_values
-        mask = self.windowed(attention_mask, self.config._attn_implementation, hidden_states, cache)
-        out, probabilities = self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
+        out, probabilities = self.attend(hidden_states, position_embeddings, attention_mask, **kwargs)
         return out if residual is None else out + residual, probabilities
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling `module` does what its class does with its own weights: no adapter, parametrisation or hook has come."""
+    if module._forward_hooks or module._forward_pre_hooks or replaced_forward(module) is not None:
+        return False
+    weight = getattr(module, "weight", None)
+    linear = not isinstance(module, nn.Linear) or type(module) is nn.Linear
+    return linear and type(weight) is nn.Parameter and not weight.is_meta
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:

@@ -23,7 +23,6 @@ from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.auto import auto_class
-from attention.caps import keep_caps
 from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
 from attention.formats import format_named
@@ -39,6 +38,7 @@ from attention.latent import (
 )
 from attention.models import unlike_ours
 from attention.models.modeling_kvfold import KvfoldLatentAttention
+from attention.versions import keep_caps
 
 _log = logging.getLogger("kvfold")
 

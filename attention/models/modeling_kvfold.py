@@ -11,15 +11,19 @@ This file and `configuration_kvfold.py` are all that such a checkpoint needs: kv
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import TransformersKwargs
 
 from .configuration_kvfold import KvfoldConfig  # relative, so that it is found beside the weights, too
 
@@ -29,6 +33,54 @@ _OUTPUT_DROPOUT = {
     "seed_oss": "residual_dropout", "starcoder2": "residual_dropout",
 }  # fmt: skip
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
+
+# What layers call the cache that their attention updates: some `layer_past`, others `past_key_values`, from transformers 5.24 on
+# `cache`.
+_CACHES = ("past_key_values", "layer_past", "cache")
+# Other arguments of attention that do not change what ours computes, or that its attention function takes: those that
+# transformers declares, what its layers hand to every attention, and the layers of engines that run transformers' models.
+_OTHERS = {
+    *TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__,
+    "alibi", "position_bias", "use_cache", "cache_position", "attention_instances", "forward_batch",
+}  # fmt: skip
+
+
+def taken_cache(module: Any, given: dict[str, Any]) -> Any:
+    """Take the cache out of the arguments that a layer gives to its attention `module`; refuse arguments that are not known.
+
+    Continuous batching has a paged cache. Up to transformers 5.23 it comes as `cache`, its attention functions update it, and
+    it stays in `given`; from 5.24 on, the attention updates it like any other.
+
+    Returns:
+        The cache, or None.
+
+    Raises:
+        TypeError: An argument is not known; it may hold the cache, without which the text would be wrong.
+    """
+    if is_paged(given.get("cache")):  # whose other arguments are its own
+        if given.get("alibi") is not None or given.get("position_bias") is not None:
+            raise ValueError("this model adds biases to scores (ALiBi), which continuous batching leaves out; use `generate`")
+        return None if _functions_update_pages() else given.pop("cache")
+    named = [given.pop(name, None) for name in _CACHES]
+    for name, value in given.items():
+        if name not in _OTHERS and value is not None:
+            what = "the cache" if isinstance(value, Cache) else f"a {type(value).__name__}"
+            raise TypeError(
+                f"{type(module).__name__} does not know its argument {name!r}, which holds {what}: kvfold's attention was not "
+                f"tried with what this model is in transformers {transformers.__version__}; use another version of it, or run "
+                "`convert refresh` of a newer kvfold on the checkpoint"
+            )
+    return next((cache for cache in named if cache is not None), None)
+
+
+def is_paged(cache: Any) -> bool:
+    """Whether a cache is that of continuous batching."""
+    return cache is not None and not isinstance(cache, Cache)
+
+
+@functools.cache
+def _functions_update_pages() -> bool:
+    return "cache" in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
 
 
 class _Attention(nn.Module):
@@ -69,7 +121,7 @@ class _Attention(nn.Module):
         """
         if self.inner_window is None or "flash" in chosen:  # flash attention takes windows as an argument
             return mask
-        if "paged" in chosen or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4)):
+        if "paged" in chosen or is_paged(cache) or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4)):
             raise ValueError(f"this model has windows in its attention, which {chosen} leaves out; use eager attention")
         tokens = hidden_states.shape[1]
         past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
@@ -98,7 +150,7 @@ class _Attention(nn.Module):
         of_tokens, of_distances = given.pop("alibi", None), given.pop("position_bias", None)
         if of_tokens is None and of_distances is None:
             return attention_mask
-        if attention_mask is None or attention_mask.ndim != 4 or "cache" in given:
+        if attention_mask is None or attention_mask.ndim != 4:
             raise ValueError("this model adds ALiBi to the masks of eager attention; load it with attn_implementation='eager'")
         if of_tokens is not None:  # BLOOM: [B H, 1, S]
             bias = of_tokens.view(len(queries), -1, 1, of_tokens.shape[-1])
@@ -221,8 +273,6 @@ class GroupedAttention(_BehindHeads):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        layer_past: Cache | None = None,
-        past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -232,24 +282,23 @@ class GroupedAttention(_BehindHeads):
             hidden_states: `[B, T, E]`.
             residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
             attention_mask: As the config's attention implementation takes it.
-            layer_past: The cache, in classes that call it so.
-            past_key_values: The cache, in all others.
             position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal, or each two
                 neighbours where the config has a stride; or None.
-            kwargs: Biases by position (`mask_with_positions`); all else is passed to the attention function.
+            kwargs: The cache (`taken_cache`), and biases by position (`mask_with_positions`); all else is passed to the
+                attention function.
 
         Returns:
             `[B, T, E]`, and the probabilities if the attention function returns them.
         """
+        cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
         queries, keys, values = (states.transpose(1, 2) for states in self.heads(hidden_states))
         if position_embeddings is not None and self.rotates:
             cos, sin = (table if self.rope_stride == 1 else _in_halves(table) for table in position_embeddings)
             # Some classes (OLMo) rotate in the tables' fp32.
             queries, keys = (_rotated(states, cos, sin).to(states) for states in (queries, keys))
-        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
         attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
         if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+            keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
         attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
@@ -329,19 +378,17 @@ class KvfoldLatentAttention(_BehindHeads):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        layer_past: Cache | None = None,
-        past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; arguments and result as in `GroupedAttention`."""
+        cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
         nope, rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         latent, k_rope = self.compressed(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         rope, k_rope = self.rotated(rope, k_rope, position_embeddings)
-        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
         attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
         if cache is not None:
-            latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         keys, values = self.expand_kv(latent, k_rope)
         attention_mask = self.mask_with_positions(attention_mask, nope, keys.shape[2], kwargs)
         if "flash" in chosen:  # it takes values as wide as keys
@@ -474,7 +521,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = KvfoldConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -530,14 +577,16 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock class."""
+        """As the stock class, which takes its cache as `past_key_values` or as `cache`."""
+        named = {"past_key_values": past_key_values, "cache": cache}
+        kwargs |= {name: held for name, held in named.items() if held is not None}
         return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,

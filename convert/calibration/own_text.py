@@ -20,6 +20,7 @@ import torch
 from attention.errors import Failure
 from attention.patch import prepared
 from attention.spec import AttentionSpec
+from attention.versions import CACHE
 from convert.checkpoint.shelf import Shelf
 from eval.inputs.loading import load
 from eval.inputs.sealed import read_object
@@ -279,8 +280,8 @@ class _Writer:
         device, cache, ids = input_device(self._model), None, torch.empty(chances.shape, dtype=torch.int64)
         ids[:, 0] = _next(rows, [-1] * len(rows), chances[:, 0])
         for position in range(1, chances.shape[1]):
-            found = self._model(input_ids=ids[:, position - 1 : position].to(device), past_key_values=cache, use_cache=True)
-            cache, logits = found.past_key_values, finite(found.logits[:, -1, : self._voice.known], self._model)
+            found = self._model(input_ids=ids[:, position - 1 : position].to(device), use_cache=True, **{CACHE: cache})
+            cache, logits = found[CACHE], finite(found.logits[:, -1, : self._voice.known], self._model)
             reached = logits.float().cpu().softmax(-1).double().cumsum(-1)
             drawn = torch.searchsorted(reached, chances[:, position, None] * reached[:, -1:]).flatten()
             ids[:, position] = _next(rows, drawn.tolist(), chances[:, position])

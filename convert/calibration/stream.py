@@ -18,6 +18,7 @@ from accelerate.utils import set_module_tensor_to_device
 from transformers.cache_utils import Cache
 
 from attention.padding import pad_values
+from attention.versions import CACHE
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
@@ -309,7 +310,7 @@ class LayerStream:
         last = 0 if first_only else len(self._attentions) - 1
         setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
         try:
-            through = {"use_cache": False} if self._cache is None else {"use_cache": True, "past_key_values": self._cache}
+            through = {"use_cache": False} if self._cache is None else {"use_cache": True, CACHE: self._cache}
             owner(inputs_embeds=embeddings, **through)
         except _EnoughError:
             return calls

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attention.auto import auto_class
-from attention.caps import keep_caps
 from attention.errors import Failure
+from attention.versions import keep_caps
 from eval.inputs.reader import TensorInfo
 
 _OTHER_MODEL = "config.json and the weights are not of the same model"

@@ -13,6 +13,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from attention.versions import CACHE
+
 
 @dataclass
 class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
@@ -23,7 +25,7 @@ class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
 
 def hidden_states(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
     """The decoder's output for `ids [B, T]`: `[B, T, E]`, without a cache or through one."""
-    kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}
     found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept).last_hidden_state
     return found
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.auto import auto_class
-from attention.caps import keep_caps
 from attention.padding import pad_values
 from attention.spec import dtype_bytes
+from attention.versions import keep_caps
 from convert.checkpoint.loading import empty_model
 from convert.healing.heads import hidden_states
 from convert.healing.loss import VALUES_AT_ONCE

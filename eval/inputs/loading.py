@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from attention.auto import auto_class, has_class
-from attention.caps import keep_caps
 from attention.errors import Failure, Refusal, one_line
+from attention.versions import keep_caps
 from eval.inputs.misfits import instead_of
 from eval.inputs.source import FLOATS, Source
 from eval.inputs.text import Text, Tokens, reach, tokenize

@@ -8,6 +8,7 @@ import torch
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec, dtype_bytes
+from attention.versions import CACHE
 from eval.machine.device import input_device
 
 _PROMPT = 16
@@ -30,7 +31,7 @@ def _filled(model: Any, tokens: int) -> Any:
     """The cache of so many tokens."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
     with torch.inference_mode():
-        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+        cache = model(input_ids=ids, use_cache=True).get(CACHE)
     if cache is None:
         raise Failure(
             f"{type(model).__name__} keeps no KV cache", hint="kvfold evaluates decoder-only models; is this an encoder?"

@@ -17,6 +17,7 @@ from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
+from attention.versions import CACHE
 from eval.machine.device import input_device, out_of_memory
 
 _LEAST_CHUNK = 128
@@ -71,11 +72,11 @@ class Workload:
     def prefill(self) -> None:
         """Read all tokens into the cache; call `to_start` first."""
         for piece in self.ids.split(self.chunk, 1):
-            self.model(piece, past_key_values=self.cache, use_cache=True, **self._last)
+            self.model(piece, use_cache=True, **{CACHE: self.cache}, **self._last)
 
     def step(self) -> torch.Tensor:
         """Logits `[batch, 1, vocabulary]` of the last token over all others; call `to_last` first."""
-        logits: torch.Tensor = self.decode(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
+        logits: torch.Tensor = self.decode(self.ids[:, -1:], use_cache=True, **{CACHE: self.cache}).logits
         return logits
 
     def fill(self) -> None:

@@ -278,10 +278,10 @@ def test_gradients_reach_every_weight(model_type: str) -> None:
 
 
 def test_a_rope_key_without_cosines_is_an_error() -> None:
-    """GPT-J's class computes them inside its attention, and passes none to what is put in its place."""
+    """GPT-2's class has none, and passes none to what is put in the place of its attention."""
     from attention.models.configuration_kvfold import KvfoldConfig
 
-    inner = tiny_config("gptj", kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+    inner = tiny_config("gpt2", kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
     config = KvfoldConfig(text_config=inner, attention_path="transformer.h.{layer}.attn", rope_pairs=[0, 1])
     with pytest.raises(ValueError, match="gives it no cosines and sines"):
         AutoModelForCausalLM.from_config(config)(tokens(1, 4))

@@ -16,10 +16,10 @@ from tiny import tiny_config
 from written import Convert, Make, left_nothing, ok, weights
 
 from attention import load
-from attention.caps import keep_caps
 from attention.latent import LatentAttention
 from attention.models import MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
+from attention.versions import keep_caps
 from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.kvfold import LATENT_HOST

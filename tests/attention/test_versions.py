@@ -8,7 +8,7 @@ from tiny import tiny_config, tiny_model
 from tiny_mla import error, logits, tokens
 
 from attention import load
-from attention.caps import keep_caps
+from attention.versions import keep_caps
 
 
 def test_a_model_that_caps_logits_never_attends_through_sdpa() -> None:

@@ -1,0 +1,22 @@
+"""What differs between the versions of transformers that results run on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import LlamaForCausalLM
+
+# The argument by which models take their cache, and the field of their outputs that has it: `past_key_values` up to 5.23.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def keep_caps(model: Any) -> Any:
+    """Let a model that caps logits (arXiv 2408.00118) attend eagerly if transformers chose sdpa for it; returns `model`.
+
+    Before 5.23 (5.19 was tried) transformers does choose sdpa, which then leaves the caps out without an error.
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    if getattr(decoder, "attn_logit_softcapping", None) is not None and decoder._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    return model
