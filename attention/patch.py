@@ -37,7 +37,7 @@ from attention.latent import (
     When,
 )
 from attention.models import unlike_ours
-from attention.models.modeling_kvfold import KvfoldLatentAttention
+from attention.models.modeling_kvfold import KvfoldLatentAttention, require_decoding
 from attention.versions import keep_caps
 
 _log = logging.getLogger("kvfold")
@@ -90,6 +90,10 @@ def load(
         config = AutoConfig.from_pretrained(config or path, **{name: arguments[name] for name in _OF_HUB & arguments.keys()})
     made = auto_class(config).from_pretrained(path, **arguments)
     model = prepared(keep_caps(made), when=when, backend=backend)
+    try:
+        require_decoding(model, [module for module in model.modules() if is_latent(module) or is_packed(module)])
+    except (RuntimeError, TypeError) as error:
+        raise Failure(str(error), "load it with a version of transformers that this kvfold was tested with") from error
     return model if form is None else store_encoded(model, form.name)
 
 

@@ -10,9 +10,10 @@ This file and `configuration_kvfold.py` are all that such a checkpoint needs: kv
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ _OUTPUT_DROPOUT = {
 }  # fmt: skip
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
 
-# What layers call the cache that their attention updates: some `layer_past`, others `past_key_values`, from transformers 5.24 on
-# `cache`.
+# What layers call the cache that their attention updates: some `layer_past`, others `past_key_values`, or `cache` from
+# transformers 5.24 on.
 _CACHES = ("past_key_values", "layer_past", "cache")
 # Other arguments of attention that do not change what ours computes, or that its attention function takes: those that
 # transformers declares, what its layers hand to every attention, and the layers of engines that run transformers' models.
@@ -71,6 +72,93 @@ def taken_cache(module: Any, given: dict[str, Any]) -> Any:
                 "`convert refresh` of a newer kvfold on the checkpoint"
             )
     return next((cache for cache in named if cache is not None), None)
+
+
+_TRIED: set[tuple[Any, ...]] = set()  # classes that `require_decoding` has passed
+_TOKENS, _PREFILL = 9, 5  # of its text, and of those that are read at once
+_ALIKE = 1e-4  # of the largest logit, in fp32
+
+
+def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> None:
+    """Refuse a model whose class, in the running version of transformers, does not read over a cache what it reads at once.
+
+    Its first layers, one of each kind, read a few tokens in fp32: at once, and in parts over a cache. Where they cannot be in
+    fp32 (offloaded, quantised, flash attention, no memory), only the number of cached tokens is compared. Each class is tried
+    once in a process.
+
+    Args:
+        model: In eval mode.
+        attentions: The modules in it that are to be tried; None for those of this file.
+
+    Raises:
+        RuntimeError: The class caches nothing, or other tokens, or its logits differ.
+        TypeError: A layer gives its attention an argument that it does not know (`taken_cache`).
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    if attentions is None:
+        attentions = [module for module in model.modules() if isinstance(module, _Attention)]
+    kinds, indices = {str(type(module)) for module in attentions}, {module.layer_idx for module in attentions}
+    tried = (type(model), decoder.model_type, decoder._attn_implementation, *sorted(kinds))
+    if not kinds or tried in _TRIED:
+        return
+    ids = torch.arange(_TOKENS, device=model.get_input_embeddings().weight.device)[None] % decoder.vocab_size
+    with torch.no_grad(), _first_layers(model, decoder) as layers, _in_fp32(model) as exact:
+        expected, found, cache = model(input_ids=ids, use_cache=False).logits, [], {}
+        for part in ids.split([_PREFILL, 1, _TOKENS - _PREFILL - 1], 1):
+            out = model(input_ids=part, use_cache=True, **cache)
+            found.append(out.logits)
+            cache = {name: out[name] for name in ("past_key_values", "cache") if name in out.keys()}  # noqa: SIM118  # as named
+        held = {held.get_seq_length(layer) for held in cache.values() for layer in indices.intersection(range(layers))}
+    error = (torch.cat(found, 1) - expected).abs().max() if exact else torch.zeros(())
+    if held != {_TOKENS} or error > _ALIKE * expected.abs().max():
+        said = f"it caches {' or '.join(map(str, sorted(held))) or 'none'} of {_TOKENS} tokens, and logits are {error:.2g} off"
+        raise RuntimeError(
+            f"{type(model).__name__} around {decoder.model_type} does not decode as it reads in transformers "
+            f"{transformers.__version__}: {said}; use another version of transformers, or a newer kvfold"
+        )
+    _TRIED.add(tried)
+
+
+@contextlib.contextmanager
+def _first_layers(model: Any, decoder: Any) -> Iterator[int]:
+    """Leave a model its first layers, through the first of each kind; gives their number."""
+    count, kinds = decoder.num_hidden_layers, getattr(decoder, "layer_types", None) or [None]
+    kept = max(kinds.index(kind) for kind in set(kinds)) + 1
+    owners = [
+        (owner, name, whole)
+        for owner in model.get_decoder().modules()
+        for name, whole in owner.named_children()
+        if isinstance(whole, nn.ModuleList) and len(whole) == count
+    ]
+    try:
+        for owner, name, whole in owners:
+            setattr(owner, name, nn.ModuleList(list(whole)[:kept]))
+        yield kept if owners else count
+    finally:
+        for owner, name, whole in owners:
+            setattr(owner, name, whole)
+
+
+@contextlib.contextmanager
+def _in_fp32(model: Any) -> Iterator[bool]:
+    """Let a model compute in fp32, if it can; gives whether it does. Its weights are as they were afterwards."""
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    exact = all(weight.dtype in plain and not weight.is_meta for weight in model.parameters())
+    exact = exact and "flash" not in model.config._attn_implementation
+    weights = [*model.parameters(), *model.buffers()] if exact else []
+    kept = [(weight, weight.data) for weight in weights if weight.dtype in plain[:2]]
+    try:
+        try:
+            for weight, data in kept:
+                weight.data = data.float()
+        except torch.OutOfMemoryError:
+            exact = False
+            for weight, data in kept:
+                weight.data = data
+        yield exact
+    finally:
+        for weight, data in kept:
+            weight.data = data
 
 
 def is_paged(cache: Any) -> bool:
@@ -540,6 +628,13 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         _graft(self.model, config, config.attention_path)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of every class of transformers; what is loaded is tried (`require_decoding`)."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        require_decoding(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     def create_masks_for_generate(self, **arguments: Any) -> Any:
         """As the source's class, which may need other masks than most."""

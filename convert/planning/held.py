@@ -34,13 +34,16 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
     """
     if family.in_engines or family.needs_code or host.kind != "kvfold":
         return
+    from attention.models.modeling_kvfold import require_decoding
     from convert.families.reading.twin import Twin, near
 
     hint = "GQA and MQA stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
     try:
         twin = Twin(source.config)
         before = twin.logits(twin.text())
-        after = _full_size(host, family, twin, method)(twin.text(), use_cache=False).logits
+        made = _full_size(host, family, twin, method)
+        after = made(twin.text(), use_cache=False).logits
+        require_decoding(made)
     except Exception as error:  # classes raise errors of many kinds
         said = f"a small model of {source.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
         raise Refusal(said, hint=hint) from None
