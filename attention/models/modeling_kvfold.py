@@ -75,7 +75,7 @@ def taken_cache(module: Any, given: dict[str, Any]) -> Any:
 
 
 _TRIED: set[tuple[Any, ...]] = set()  # classes that `require_decoding` has passed
-_TOKENS, _PREFILL = 9, 5  # of its text, and of those that are read at once
+_TOKENS, _STEPS = 9, 3  # of its text, and of those that are read one by one
 _ALIKE = 1e-4  # of the largest logit, in fp32
 
 
@@ -104,7 +104,7 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
     ids = torch.arange(_TOKENS, device=model.get_input_embeddings().weight.device)[None] % decoder.vocab_size
     with torch.no_grad(), _first_layers(model, decoder) as layers, _in_fp32(model) as exact:
         expected, found, cache = model(input_ids=ids, use_cache=False).logits, [], {}
-        for part in ids.split([_PREFILL, 1, _TOKENS - _PREFILL - 1], 1):
+        for part in ids.split([_TOKENS - _STEPS, *[1] * _STEPS], 1):
             out = model(input_ids=part, use_cache=True, **cache)
             found.append(out.logits)
             cache = {name: out[name] for name in ("past_key_values", "cache") if name in out.keys()}  # noqa: SIM118  # as named

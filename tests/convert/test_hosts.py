@@ -203,7 +203,9 @@ def test_attention_functions_are_told_the_window(
     ok(convert("mla", source, tmp_path / "out", *small(model_type)))
     AttentionInterface.register("spying", spying)
     for path in (source, tmp_path / "out"):
-        said(stock(path, attn_implementation="spying"), tokens(12))
+        model = stock(path)
+        model.set_attn_implementation("spying")
+        said(model, tokens(12))
     assert windows[:3] == windows[3:]
     assert 7 in windows
 
@@ -222,11 +224,12 @@ def test_attention_functions_are_told_the_cap(checkpoint: Make, convert: Convert
     ok(convert("mla", made(checkpoint, "gemma2"), tmp_path / "out", *small("gemma2")))
     AttentionInterface.register("capping", capping)
     for opened in (stock, lambda path, **given: load(path, when="always", **given)):
-        caps.clear()
-        model = opened(tmp_path / "out", attn_implementation="capping")
+        model = opened(tmp_path / "out")
+        model.set_attn_implementation("capping")
         with torch.inference_mode():
             model.generate(tokens(12), max_new_tokens=3, do_sample=False)
         assert caps == [0.5] * 9, "three layers, three steps"
+        caps.clear()
     with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
         stock(tmp_path / "out", attn_implementation="sdpa")
     eager = stock(tmp_path / "out")
