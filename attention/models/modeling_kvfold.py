@@ -11,6 +11,7 @@ This file and `configuration_kvfold.py` are all that such a checkpoint needs: kv
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .configuration_kvfold import KvfoldConfig  # relative, so that it is found beside the weights, too
 
+CODE_VERSION = 1  # as in `configuration_kvfold.py`
+_BESIDE = getattr(sys.modules[KvfoldConfig.__module__], "CODE_VERSION", None)
+if _BESIDE != CODE_VERSION:
+    raise ImportError(
+        f"modeling_kvfold.py has version {CODE_VERSION}, and configuration_kvfold.py beside it has {_BESIDE or 'none'}: "
+        "run `convert refresh` of kvfold on the directory of this checkpoint, which renews both"
+    )
 # The config key of the dropout that a class has inside its attention, behind the output projection.
 _OUTPUT_DROPOUT = {
     "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +303,18 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
     roots = {name.partition(".")[0] for name in imported}
     assert roots - sys.stdlib_module_names == {"torch", "transformers"}
     assert beside <= {file.name for file in models.CODE}
+
+
+# Of both files, by their CODE_VERSION.
+HASHES = {1: "?"}
+
+
+def test_the_code_has_a_new_version_when_it_has_changed() -> None:
+    """If one file has changed since the last release: raise CODE_VERSION in both, and add a line. Else correct the last line."""
+    found = hashlib.sha256(b"".join(file.read_bytes() for file in models.CODE)).hexdigest()
+    versions = {models.code_version(file) for file in models.CODE}
+    assert versions == {max(HASHES)} == {modeling_kvfold.CODE_VERSION}
+    assert HASHES[max(HASHES)] == found
 
 
 @pytest.mark.slow
