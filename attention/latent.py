@@ -167,6 +167,8 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
     def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
+        if type(self.kv_b_proj) is not nn.Linear:  # it has been quantised or wrapped since, and does not compute x Wᵀ
+            return False
         # For several queries without a mask, the meaning (causal from which corner, packed sequences, nothing masked) depends
         # on the attention function.
         if mask is None and queries > 1:

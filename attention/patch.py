@@ -7,10 +7,11 @@ all other models stay as they are. `save_pretrained` writes the same files.
 
 from __future__ import annotations
 
+import copyreg
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -38,7 +39,7 @@ from attention.latent import (
     When,
 )
 from attention.models import unlike_ours
-from attention.models.modeling_kvfold import KvfoldLatentAttention
+from attention.models.modeling_kvfold import GroupedAttention, KvfoldLatentAttention, _grafted
 
 _log = logging.getLogger("kvfold")
 
@@ -58,7 +59,6 @@ LATENT: dict[type[nn.Module], type[nn.Module]] = {
     MiniCPM3Attention: LatentMiniCPM3Attention,
     YoutuAttention: LatentYoutuAttention,
 }
-_before_own = cache(partial(_before, mixin=OwnLatentAttention))
 _OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
 # Arguments of `from_pretrained` that say which files are read.
 _OF_HUB = {
@@ -66,6 +66,31 @@ _OF_HUB = {
     "proxies",
 }  # fmt: skip
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@cache
+def _before_own(own: type[nn.Module]) -> type[nn.Module]:
+    return _picklable(_before(_picklable(own), OwnLatentAttention))
+
+
+@cache
+def _picklable(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind`, a class that was made while running: pickle finds none by its name, and gets what it is made of."""
+    copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]
+    return kind
+
+
+def _reduced(module: nn.Module) -> tuple[Any, ...]:
+    is_absorbed = isinstance(module, LatentAttention)
+    own = type(module).__bases__[1] if is_absorbed else type(module)
+    return _made_again, (*own.__bases__, is_absorbed), vars(module)
+
+
+def _made_again(kind: type[nn.Module], stock: type[nn.Module], is_absorbed: bool) -> nn.Module:
+    """A module of kvfold's own class, which has nothing yet."""
+    own = _picklable(_grafted(kind, stock))
+    cls = _before_own(own) if is_absorbed else own
+    return cls.__new__(cls)
 
 
 def load(
@@ -95,6 +120,9 @@ def load(
 
 def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
     """`model` itself, absorbed or packed where possible, as `load` does."""
+    for module in model.modules():
+        if isinstance(module, GroupedAttention | KvfoldLatentAttention):
+            _picklable(type(module))
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)
     return pack(model, backend=backend) if _packable(model) else model

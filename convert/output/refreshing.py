@@ -16,7 +16,7 @@ def refresh(output: Path) -> dict[str, Any]:
     """Replace the files that differ from this version's: all, or none.
 
     Returns:
-        `output`, its `code_version` from now on, and `renewed`: of each file that was replaced, the version before; 0 without one.
+        `output`, its `code_version` from now on, and `renewed`: the version before of each file that was replaced, 0 if none.
 
     Raises:
         Refusal: It is no directory or not of kvfold's class, its config names other code, or its code is newer.

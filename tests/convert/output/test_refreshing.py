@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,11 @@ def date(file: Path, version: int | None) -> None:
 
 def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     """What each file holds, and its mode."""
-    return {str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mode) for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mode)
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_both_files_are_renewed_and_nothing_else_changes(result: Path, convert: Convert) -> None:
@@ -60,8 +63,7 @@ def test_both_files_are_renewed_and_nothing_else_changes(result: Path, convert: 
     before = content(result)
     said = ok(convert("refresh", result)).stdout
     assert said == f"renewed {NO_VERSION}: the code in {result} is kvfold's, version {OURS}\n"
-    after = content(result)
-    assert after == before | {file.name: (file.read_bytes(), before[file.name][1]) for file in CODE}
+    assert content(result) == before | {file.name: (file.read_bytes(), before[file.name][1]) for file in CODE}
     assert json.loads(ok(convert("refresh", result, "--json")).stdout) == {
         "output": str(result), "code_version": OURS, "renewed": {}
     }  # fmt: skip
@@ -118,7 +120,14 @@ def test_a_kill_between_both_files_is_noticed_and_mended(result: Path, convert: 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, None], ids=["full", "unwritable", "interrupted"])
 @pytest.mark.parametrize(
-    ("call", "times"), [("shutil.copyfile", 1), ("shutil.copyfile", 2), ("shutil.copyfile", 4), ("pathlib.Path.replace", 1), ("pathlib.Path.replace", 2)]
+    ("call", "times"),
+    [
+        ("shutil.copyfile", 1),
+        ("shutil.copyfile", 2),
+        ("shutil.copyfile", 4),
+        ("pathlib.Path.replace", 1),
+        ("pathlib.Path.replace", 2),
+    ],
 )
 def test_what_fails_half_way_is_undone(
     call: str, times: int, number: int | None, result: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
@@ -191,15 +200,21 @@ def test_a_read_only_directory_is_one_line(result: Path, convert: Convert) -> No
 
 
 @pytest.mark.parametrize(
-    ("versions", "said"),
+    ("versions", "named", "said"),
     [
-        ((None, None), f"{NO_VERSION} in {{0}}, which is older: `convert refresh {{0}}` renews it"),
-        ((None, OURS), "configuration_kvfold.py (no version) in {0}, which does not fit the other file: `convert refresh {0}` renews both"),
-        ((NEWER, NEWER), f"modeling_kvfold.py (version {NEWER}) in {{0}}, which is newer: update kvfold"),
-        ((OURS, "edited"), f"modeling_kvfold.py (version {OURS}) in {{0}}, which differs from it: `convert refresh {{0}}` renews it"),
+        ((None, None), NO_VERSION, "is older: `convert refresh OUT` renews it"),
+        (
+            (None, OURS),
+            "configuration_kvfold.py (no version)",
+            "does not fit the other file: `convert refresh OUT` renews both",
+        ),
+        ((NEWER, NEWER), f"modeling_kvfold.py (version {NEWER})", "is newer: update kvfold"),
+        ((OURS, "edited"), f"modeling_kvfold.py (version {OURS})", "differs from it: `convert refresh OUT` renews it"),
     ],
-)  # fmt: skip
-def test_code_of_another_version_is_named(versions: tuple[Any, Any], said: str, result: Path, convert: Convert) -> None:
+)
+def test_code_of_another_version_is_named(
+    versions: tuple[Any, Any], named: str, said: str, result: Path, convert: Convert
+) -> None:
     for file, version in zip(CODE, versions, strict=True):
         shutil.copyfile(file, result / file.name)
         if version == "edited":
@@ -209,5 +224,5 @@ def test_code_of_another_version_is_named(versions: tuple[Any, Any], said: str, 
     note = unlike_ours(result)
     assert note is not None
     assert note.startswith(f"kvfold runs its own code, version {OURS}, in place of ")
-    assert note.endswith(said.format(result))
+    assert note.endswith(f"{named} in {result}, which {said.replace('OUT', str(result))}")
     assert json.loads(ok(convert("inspect", result, "--json")).stdout)["notes"] == [note]
