@@ -47,12 +47,12 @@ def unlike_ours(directory: Path) -> str | None:
         return None
     newest, ours = max(versions.values()), code_version(CODE[0])
     named = " and ".join(f"{file.name} ({f'version {versions[file]}' if versions[file] else 'no version'})" for file in other)
-    said = f"kvfold runs its own code, version {ours}, in place of {named} in {directory}, which"
+    said = f"kvfold runs its own code, version {ours}, in place of {named} in {directory}: that code"
     if newest > ours:
-        return f"{said} is newer: update kvfold"
+        return f"{said} is newer; update kvfold"
     if len(set(versions.values())) > 1:
-        return f"{said} does not fit the other file: `convert refresh {directory}` renews both"
-    return f"{said} {'is older' if newest < ours else 'differs from it'}: `convert refresh {directory}` renews it"
+        return f"{said} does not fit the other file; `convert refresh {directory}` renews both"
+    return f"{said} {'is older' if newest < ours else 'differs from it'}; `convert refresh {directory}` renews it"
 
 
 def code_version(file: Path) -> int:

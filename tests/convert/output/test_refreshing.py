@@ -202,14 +202,14 @@ def test_a_read_only_directory_is_one_line(result: Path, convert: Convert) -> No
 @pytest.mark.parametrize(
     ("versions", "named", "said"),
     [
-        ((None, None), NO_VERSION, "is older: `convert refresh OUT` renews it"),
+        ((None, None), NO_VERSION, "is older; `convert refresh OUT` renews it"),
         (
             (None, OURS),
             "configuration_kvfold.py (no version)",
-            "does not fit the other file: `convert refresh OUT` renews both",
+            "does not fit the other file; `convert refresh OUT` renews both",
         ),
-        ((NEWER, NEWER), f"modeling_kvfold.py (version {NEWER})", "is newer: update kvfold"),
-        ((OURS, "edited"), f"modeling_kvfold.py (version {OURS})", "differs from it: `convert refresh OUT` renews it"),
+        ((NEWER, NEWER), f"modeling_kvfold.py (version {NEWER})", "is newer; update kvfold"),
+        ((OURS, "edited"), f"modeling_kvfold.py (version {OURS})", "differs from it; `convert refresh OUT` renews it"),
     ],
 )
 def test_code_of_another_version_is_named(
@@ -224,5 +224,5 @@ def test_code_of_another_version_is_named(
     note = unlike_ours(result)
     assert note is not None
     assert note.startswith(f"kvfold runs its own code, version {OURS}, in place of ")
-    assert note.endswith(f"{named} in {result}, which {said.replace('OUT', str(result))}")
+    assert note.endswith(f"{named} in {result}: that code {said.replace('OUT', str(result))}")
     assert json.loads(ok(convert("inspect", result, "--json")).stdout)["notes"] == [note]
