@@ -69,28 +69,29 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @cache
-def _before_own(own: type[nn.Module]) -> type[nn.Module]:
+def _before_own(own: Any) -> type[nn.Module]:
     return _picklable(_before(_picklable(own), OwnLatentAttention))
 
 
-@cache
 def _picklable(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind`, a class that was made while running: pickle finds none by its name, and gets what it is made of."""
-    copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]
+    copyreg.pickle(kind, _reduced)
     return kind
 
 
 def _reduced(module: nn.Module) -> tuple[Any, ...]:
+    """What pickle and copy make a module of such a class from: the classes that its own is made of, and its state."""
     is_absorbed = isinstance(module, LatentAttention)
     own = type(module).__bases__[1] if is_absorbed else type(module)
     return _made_again, (*own.__bases__, is_absorbed), vars(module)
 
 
-def _made_again(kind: type[nn.Module], stock: type[nn.Module], is_absorbed: bool) -> nn.Module:
-    """A module of kvfold's own class, which has nothing yet."""
-    own = _picklable(_grafted(kind, stock))
-    cls = _before_own(own) if is_absorbed else own
-    return cls.__new__(cls)
+def _made_again(kind: Any, stock: Any, is_absorbed: bool) -> nn.Module:
+    """An attention module of kvfold's own class, without state."""
+    own: Any = _picklable(_grafted(kind, stock))
+    cls: Any = _before_own(own) if is_absorbed else own
+    made: nn.Module = cls.__new__(cls)
+    return made
 
 
 def load(
