@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
 
     In training mode it runs that class's forward. Otherwise `rule` chooses between its arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` in place of calling `kv_b_proj`, as long as that is
-    plain (`is_plain`); an adapter or a hook on it is called. Neutral norms of the latent, and a latent of queries that is the
+    plain (`plain`); an adapter or a hook on it is called. Neutral norms of the latent, and a latent of queries that is the
     input (`bias_channel`), are skipped on the same condition.
 
     Attributes:
@@ -80,12 +80,14 @@ class LatentAttention(nn.Module):
             `neutral_constants`); the norm is then skipped. None if the norm has an effect.
         bias_channel: The channel of the queries' latent that their biases ride on, where that latent is the input and
             constants (see `query_bias_channel`); it is then skipped. None if there is none, or another one.
+        kinds: The class that each module inside had when its weights were looked at.
     """
 
     rule: Rule
     backend: Backend
     constant_channels: torch.Tensor | None
     bias_channel: int | None
+    kinds: dict[str, type[nn.Module]]
     # Attributes of the class.
     config: Any
     layer_idx: int
@@ -118,10 +120,16 @@ class LatentAttention(nn.Module):
         self.rule, self.backend = rule, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
         self.bias_channel = query_bias_channel(self)
+        self.kinds = {name: type(module) for name, module in self.named_children()}
 
     def unprepare(self) -> None:
         """Remove what `prepare` added."""
-        del self.rule, self.backend, self.constant_channels, self.bias_channel
+        del self.rule, self.backend, self.constant_channels, self.bias_channel, self.kinds
+
+    def plain(self, *names: str) -> bool:
+        """Whether modules inside do what their weights say: no adapter, quantisation or hook has come since `prepare`."""
+        modules = {name: getattr(self, name) for name in names}
+        return all(type(module) is self.kinds[name] and is_plain(module) for name, module in modules.items())
 
     def train(self, mode: bool = True) -> LatentAttention:
         """Switch the mode. Training may have changed the constants of neutral norms, so they are checked again."""
@@ -175,7 +183,7 @@ class LatentAttention(nn.Module):
         # on the attention function.
         if mask is None and queries > 1:
             return False
-        if not is_plain(self.kv_b_proj):
+        if not self.plain("kv_b_proj"):
             return False
         given = self.attention_arguments()
         if given.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
@@ -188,7 +196,7 @@ class LatentAttention(nn.Module):
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
         compressed = self.compressed(hidden_states)
-        neutral = self.constant_channels is not None and is_plain(self.kv_a_proj_with_mqa) and is_plain(self.kv_a_layernorm)
+        neutral = self.constant_channels is not None and self.plain("kv_a_proj_with_mqa", "kv_a_layernorm")
         if neutral:  # the norm would return its input with zeros on the constants
             compressed = compressed.masked_fill(self.constant_channels, 0)
         latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
@@ -264,7 +272,7 @@ class StockLatentAttention(LatentAttention):
         """`[B, H, T, N + P]`, not rotated."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None and all(map(is_plain, (self.q_a_proj, self.q_a_layernorm, self.q_b_proj))):
+        elif self.bias_channel is not None and self.plain("q_a_proj", "q_a_layernorm", "q_b_proj"):
             weight, inputs = self.q_b_proj.weight, self.q_a_proj.weight[0, 0] * hidden_states
             queries = nn.functional.linear(inputs, weight[:, : inputs.shape[-1]], weight[:, self.bias_channel].contiguous())
         else:
@@ -311,12 +319,11 @@ class OwnLatentAttention(LatentAttention):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling `module` does what its class does with its own weights: no adapter, parametrisation or hook has come."""
+    """Whether calling `module` does what its class does with weights that are in memory as they are, and nothing else."""
     if module._forward_hooks or module._forward_pre_hooks or replaced_forward(module) is not None:
         return False
     weight = getattr(module, "weight", None)
-    linear = not isinstance(module, nn.Linear) or type(module) is nn.Linear
-    return linear and type(weight) is nn.Parameter and not weight.is_meta
+    return type(weight) is nn.Parameter and not weight.is_meta
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -37,7 +37,7 @@ from attention.latent import (
     When,
 )
 from attention.models import unlike_ours
-from attention.models.modeling_kvfold import KvfoldLatentAttention, require_decoding
+from attention.models.modeling_kvfold import KvfoldLatentAttention, _grafted, require_decoding
 from attention.versions import keep_caps
 
 _log = logging.getLogger("kvfold")
@@ -58,7 +58,6 @@ LATENT: dict[type[nn.Module], type[nn.Module]] = {
     MiniCPM3Attention: LatentMiniCPM3Attention,
     YoutuAttention: LatentYoutuAttention,
 }
-_before_own = cache(partial(_before, mixin=OwnLatentAttention))
 _OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
 # Arguments of `from_pretrained` that say which files are read.
 _OF_HUB = {
@@ -66,6 +65,23 @@ _OF_HUB = {
     "proxies",
 }  # fmt: skip
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@cache
+def _before_own(own: Any) -> type[nn.Module]:
+    def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
+        return _blank, own.__bases__, vars(module)
+
+    made = _before(own, OwnLatentAttention)
+    made.__reduce__ = reduced  # type: ignore[method-assign]
+    return made
+
+
+def _blank(attention: type[nn.Module], stock: type[nn.Module]) -> nn.Module:
+    """An absorbed attention of kvfold's own class, without state."""
+    kind: Any = _before_own(_grafted(attention, stock))
+    made: nn.Module = kind.__new__(kind)
+    return made
 
 
 def load(
@@ -93,7 +109,7 @@ def load(
     try:
         require_decoding(model, [module for module in model.modules() if is_latent(module) or is_packed(module)])
     except (RuntimeError, TypeError) as error:
-        raise Failure(str(error), "load it with a version of transformers that this kvfold was tested with") from error
+        raise Failure(str(error)) from error
     return model if form is None else store_encoded(model, form.name)
 
 

@@ -1,18 +1,18 @@
-"""Converts MHA checkpoints to GQA, MQA or MLA: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect`."""
+"""Converts MHA checkpoints to GQA, MQA or MLA: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect, refresh`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from convert.api import gqa, heal, inspect, mla, mqa, plan, sweep
+    from convert.api import gqa, heal, inspect, mla, mqa, plan, refresh, sweep
     from convert.execute.conversion import Conversion, PlannedConversion
     from convert.healing.run import Healing, PlannedHealing
     from convert.sweeping import PlannedSweep, Sweep
 
 __all__ = [
     "Conversion", "Healing", "PlannedConversion", "PlannedHealing", "PlannedSweep", "Sweep",
-    "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep",
+    "gqa", "heal", "inspect", "mla", "mqa", "plan", "refresh", "sweep",
 ]  # fmt: skip
 _RESULTS = {
     name: module

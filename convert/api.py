@@ -1,4 +1,4 @@
-"""The Python API, which the command line calls too: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect`.
+"""The Python API, which the command line calls too: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect, refresh`.
 
 Arguments have the names and defaults of the options. Functions return objects, raise `Refusal` or `Failure`, print nothing
 and warn through the logger "kvfold".
@@ -278,6 +278,29 @@ def inspect(model: str | Path, **given: Unpack[options.Inspect]) -> Facts:
     from convert.planning.describe import inspection
 
     return inspection(Source.parse(str(model), given["trust_remote_code"]))
+
+
+@checked
+def refresh(output: str | Path) -> Facts:
+    """Renew the code beside the weights of a result of kvfold's class; nothing else in its directory changes.
+
+    Args:
+        output: The directory of the result.
+
+    Returns:
+        A dict of the versions of the code, before and now; `str()` of it is a line for people.
+
+    Raises:
+        Refusal: There is nothing to renew, or it is newer than this version's.
+        Failure: Another run writes to the directory, or the files cannot be replaced, and are as they were.
+    """
+    from convert.output import refreshing
+    from convert.planning.describe import Facts
+
+    found = refreshing.refresh(Path(output))
+    renewed = [f"{name} ({f'version {before}' if before else 'no version'})" for name, before in found["renewed"].items()]
+    said = f"renewed {' and '.join(renewed)}" if renewed else "there was nothing to renew"
+    return Facts(found, f"{said}: the code in {output} is kvfold's, version {found['code_version']}")
 
 
 def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tuple[Source, CalibrationOptions, Output]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,13 +38,27 @@ def unlike_ours(directory: Path) -> str | None:
         return None
     if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
         return None
-    there = {file: directory / file.name for file in CODE}
-    changed = [file.name for file, found in there.items() if found.is_file() and found.read_bytes() != file.read_bytes()]
     if not names_ours(config):
-        changed.append("the code that auto_map names")
-    if not changed:
+        return f"kvfold runs its own code in place of the code that auto_map names in {directory}, which differs from it"
+    there = {file: found for file in CODE if (found := directory / file.name).is_file()}
+    versions = {file: code_version(found) for file, found in there.items()}
+    other = [file for file, found in there.items() if found.read_bytes() != file.read_bytes()]
+    if not other:
         return None
-    return f"kvfold runs its own code in place of {' and '.join(changed)} in {directory}, which differs from it"
+    newest, ours = max(versions.values()), code_version(CODE[0])
+    named = " and ".join(f"{file.name} ({f'version {versions[file]}' if versions[file] else 'no version'})" for file in other)
+    said = f"kvfold runs its own code, version {ours}, in place of {named} in {directory}: that code"
+    if newest > ours:
+        return f"{said} is newer; update kvfold"
+    if len(set(versions.values())) > 1:
+        return f"{said} does not fit the other file; `convert refresh {directory}` renews both"
+    return f"{said} {'is older' if newest < ours else 'differs from it'}; `convert refresh {directory}` renews it"
+
+
+def code_version(file: Path) -> int:
+    """The `CODE_VERSION` that one of the files states; 0 for those that were written before there was one."""
+    found = re.search(rb"^CODE_VERSION = (\d{1,9})\b", file.read_bytes(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def names_ours(config: Mapping[str, Any]) -> bool:

@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+# Of this file and `modeling_kvfold.py`, which has the same: raised whenever a release changes one of them.
+CODE_VERSION = 1
+
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # the sizes of a latent that the source has
 
 

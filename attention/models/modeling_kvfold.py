@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -28,6 +29,13 @@ from transformers.utils import TransformersKwargs
 
 from .configuration_kvfold import KvfoldConfig  # relative, so that it is found beside the weights, too
 
+CODE_VERSION = 1  # as in `configuration_kvfold.py`
+_BESIDE = getattr(sys.modules[KvfoldConfig.__module__], "CODE_VERSION", None)
+if _BESIDE != CODE_VERSION:
+    raise ImportError(
+        f"modeling_kvfold.py has version {CODE_VERSION}, and configuration_kvfold.py beside it has {_BESIDE or 'none'}: "
+        "run `convert refresh` of kvfold on the directory of this checkpoint, which renews both"
+    )
 # The config key of the dropout that a class has inside its attention, behind the output projection.
 _OUTPUT_DROPOUT = {
     "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout",
@@ -38,6 +46,7 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  
 # What layers call the cache that their attention updates: some `layer_past`, others `past_key_values`, or `cache` from
 # transformers 5.24 on.
 _CACHES = ("past_key_values", "layer_past", "cache")
+_STEP = "Use an older transformers, or run `convert refresh` of a newer kvfold on the checkpoint."
 # Other arguments of attention that do not change what ours computes, or that its attention function takes: those that
 # transformers declares, what its layers hand to every attention, and the layers of engines that run transformers' models.
 _OTHERS = {
@@ -67,9 +76,8 @@ def taken_cache(module: Any, given: dict[str, Any]) -> Any:
         if name not in _OTHERS and value is not None:
             what = "the cache" if isinstance(value, Cache) else f"a {type(value).__name__}"
             raise TypeError(
-                f"{type(module).__name__} does not know its argument {name!r}, which holds {what}: kvfold's attention was not "
-                f"tried with what this model is in transformers {transformers.__version__}; use another version of it, or run "
-                "`convert refresh` of a newer kvfold on the checkpoint"
+                f"{type(module).__name__} of kvfold (code version {CODE_VERSION}) does not know its argument {name!r}, which "
+                f"holds {what}, in transformers {transformers.__version__}. {_STEP}"
             )
     return next((cache for cache in named if cache is not None), None)
 
@@ -113,8 +121,8 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
     if held != {_TOKENS} or error > _ALIKE * expected.abs().max():
         said = f"it caches {' or '.join(map(str, sorted(held))) or 'none'} of {_TOKENS} tokens, and logits are {error:.2g} off"
         raise RuntimeError(
-            f"{type(model).__name__} around {decoder.model_type} does not decode as it reads in transformers "
-            f"{transformers.__version__}: {said}; use another version of transformers, or a newer kvfold"
+            f"kvfold's attention (code version {CODE_VERSION}) in {type(model).__name__} of a {decoder.model_type} does not "
+            f"decode as it reads in transformers {transformers.__version__}: {said}. {_STEP}"
         )
     _TRIED.add(tried)
 
@@ -548,7 +556,19 @@ class KvfoldLatentAttention(_BehindHeads):
 @functools.cache
 def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the attention that it replaces, too: transformers finds modules that give probabilities by their class."""
-    return type(f"{attention.__name__.removesuffix('Attention')}{stock.__name__}", (attention, stock), {"__module__": __name__})
+
+    def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
+        return _blank, (attention, stock), vars(module)
+
+    name = f"{attention.__name__.removesuffix('Attention')}{stock.__name__}"
+    return type(name, (attention, stock), {"__module__": __name__, "__reduce__": reduced})
+
+
+def _blank(attention: type[nn.Module], stock: type[nn.Module]) -> nn.Module:
+    """An attention of a class of `_grafted`, without state."""
+    kind: Any = _grafted(attention, stock)
+    made: nn.Module = kind.__new__(kind)
+    return made
 
 
 def _graft(model: Any, config: KvfoldConfig, path: str) -> None:

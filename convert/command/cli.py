@@ -289,6 +289,24 @@ def inspect(model: str, as_json: bool, **given: Any) -> None:
 
 
 @main.command()
+@parameters.output
+@parameters.plain
+def refresh(output: Path, as_json: bool, **given: Any) -> None:
+    """Renew the code that lies beside the weights of OUTPUT.
+
+    OUTPUT is a result of kvfold's class: with modeling_kvfold.py in its directory, which runs where kvfold is not installed.
+    A release of transformers may need newer code. Both files are replaced, or neither; weights and all else stay as they are.
+
+    Example: convert refresh my-model-mla
+    """
+    from convert import api
+
+    _console(given)
+    facts = api.refresh(output)
+    _show(facts, str(facts), as_json)
+
+
+@main.command()
 @parameters.plain
 def families(as_json: bool, **given: Any) -> None:
     """List the families that can be converted.

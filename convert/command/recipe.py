@@ -25,7 +25,8 @@ _LONGEST_INTEGER = 64  # bits
 _FORM = "gqa: {model: …, output: …, groups: 8}"
 _QUOTE = "put quotes around a word that YAML takes for something else"
 
-_NEVER = ("run", "cache", "demo")  # the demo replaces what it finds, and `cache clear` is of the user's own files
+# They replace or delete what is there: results of `demo`, code, unpacked files.
+_NEVER = ("run", "cache", "demo", "refresh")
 
 Step = tuple[str, dict[str, Any]]
 

@@ -76,6 +76,8 @@ class Kvfold(Host):
         self.remarks = (
             f"kvfold made this class, because {reason}. SGLang and llama.cpp do not know it; vLLM {TRIED} does where kvfold is "
             f"installed, for sources of type {', '.join(in_vllm)}.",
+            "A later transformers may need newer code: `convert refresh path/to/this/directory` renews it, and no weights.\n"
+            "Results whose `modeling_kvfold.py` has no `CODE_VERSION` need that for transformers ≥ 5.24.",
         )
 
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eval.inputs.reader import TOKENIZER_FILES
-from eval.inputs.sealed import seal_tensors
+from eval.inputs.sealed import seal_tensors, sync_directory, sync_file
 from eval.inputs.text import OWN_TEXT
 
 # Copied byte for byte; `convert.output.tokenizer` may name a class in one of them. config.json, the card and the weights are
@@ -49,10 +49,39 @@ def copy_companions(path: Path, source: Path, code: bool) -> None:
             shutil.copyfile(item, path / item.name)
 
 
-def copy_code(path: Path, files: Iterable[Path]) -> None:
-    """Copy Python files that the result is loaded with."""
-    for file in files:
-        shutil.copyfile(file, path / file.name)
+def copy_code(path: Path, files: Sequence[Path]) -> None:
+    """Copy Python files that a checkpoint is loaded with into its directory: all, or after an error or an interrupt none.
+
+    A kill may leave some of them new. They get their names from the last one on: a new `modeling_kvfold.py` refuses an older
+    config beside it, and an older one may not refuse a new config. To copy again completes them.
+
+    Raises:
+        OSError: The directory is as it was.
+    """
+    places = {path / file.name: file for file in reversed(files)}
+    new, old = ({place: place.with_name(place.name + end) for place in places} for end in (".tmp", ".old.tmp"))
+    try:
+        for place, file in places.items():
+            shutil.copyfile(file, new[place])
+            if place.exists():
+                shutil.copymode(place, new[place])
+                shutil.copy2(place, old[place])
+                sync_file(old[place])
+            sync_file(new[place])
+        try:
+            for place in places:
+                new[place].replace(place)
+        except BaseException:
+            for place in places:
+                if old[place].exists():
+                    old[place].replace(place)
+                elif not new[place].exists():  # there was none before
+                    place.unlink()
+            raise
+        sync_directory(path)
+    finally:
+        for temporary in (*new.values(), *old.values()):
+            temporary.unlink(missing_ok=True)
 
 
 def write_own_text(path: Path, ids: torch.Tensor) -> None:

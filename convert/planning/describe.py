@@ -69,8 +69,10 @@ def inspection(source: Source) -> Facts:
 
 
 def _noted(source: Source) -> dict[str, Any]:
-    """What a conversion will say that reads more than the config."""
+    """What a conversion will say that reads more than the config, and a remark on the code beside weights that are here."""
     notes = list(source.notes)
+    if source.directory and source.code_note:
+        notes.append(source.code_note)
     if kind := quantisation(source):
         notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
     return {"notes": notes} if notes else {}

@@ -114,11 +114,16 @@ def sync_tree(directory: Path) -> None:
     """Wait until everything in a directory is on disk."""
     for path in directory.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
         elif path.is_dir():
             sync_directory(path)
     sync_directory(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until what a file holds is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -416,16 +417,33 @@ def test_queries_of_another_latent_keep_it(spoil: Any) -> None:
     assert error(logits(absorb(model), ids), expected) < 1e-5
 
 
-@pytest.mark.parametrize("adapted", ["q_a_proj", "q_b_proj"])
-def test_an_adapter_that_comes_later_is_not_passed_over(adapted: str) -> None:
-    class Adapted(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+def hooked(module: torch.nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def adapted(module: Any) -> None:
+    class Adapted(type(module)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x) + 1
 
-    model, ids = absorb(mla_model(q_lora_rank=80)), tokens(2, 12)
+    module.__class__ = Adapted
+
+
+def wrapped(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda x: forward(x) + 1
+
+
+@pytest.mark.parametrize("change", [hooked, adapted, wrapped])
+@pytest.mark.parametrize("name", ["q_a_proj", "q_b_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"])
+def test_what_comes_later_is_not_passed_over(name: str, change: Callable[[Any], None]) -> None:
+    model, ids = absorb(mla_model(q_lora_rank=80), when="always"), tokens(2, 12)
+    before = logits(model, ids)
     for layer in model.model.layers:
-        getattr(layer.self_attn, adapted).__class__ = Adapted
-    assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
+        change(getattr(layer.self_attn, name))
+    found, expected = logits(model, ids), logits(restore(model), ids)
+    assert error(before, expected) > 1e-2
+    assert error(found, expected) < 1e-5
 
 
 def test_training_may_change_the_latent_of_queries() -> None:

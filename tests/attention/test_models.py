@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from rows import rows
 from tiny import tiny_config
 from tiny_mla import checkpoint_activations, error, logits, tokens
@@ -267,6 +271,55 @@ def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) ->
     assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
 
 
+def loaded(kind: str, path: Path, form: str | None) -> Any:
+    """A model of kvfold's class from `load`: "gpt_neox" with shared heads, or "qwen3" with a latent."""
+    from attention.models.configuration_kvfold import KvfoldConfig
+
+    model = own_model() if kind == "gpt_neox" else None
+    if model is None:
+        inner = tiny_config(kind, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+        config = KvfoldConfig(text_config=inner, attention_path="model.layers.{layer}.self_attn", rope_pairs=[0, 1, 2, 3])
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return load(path, cache_dtype=form)
+
+
+UNPICKLED = """
+import pickle, sys
+from pathlib import Path
+model, ids, said = pickle.loads(Path(sys.argv[1]).read_bytes())
+assert model.generate(ids, max_new_tokens=6, do_sample=False).tolist() == said
+pickle.dumps(model)
+"""
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3"])
+def test_copies_are_models_of_their_own(kind: str, form: str | None, tmp_path: Path) -> None:
+    model, ids = loaded(kind, tmp_path / "saved", form), tokens(1, 14)
+    expected = logits(model, ids)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+        assert not set(map(id, twin.parameters())) & set(map(id, model.parameters()))
+        assert torch.equal(logits(twin, ids), expected)
+        assert torch.equal(logits(restore(twin), ids), logits(restore(copy.deepcopy(model)), ids))
+        pickle.dumps(twin)
+    said = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+    (tmp_path / "pickled").write_bytes(pickle.dumps((model, ids, said)))
+    done = run_forked(UNPICKLED, tmp_path / "pickled")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_quantised_model_decodes_as_the_class_does(tmp_path: Path) -> None:
+    """Its `kv_b_proj` is then no Linear whose weights could be absorbed."""
+    model, ids = loaded("qwen3", tmp_path, None), tokens(1, 14)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    found = logits(quantised, ids)
+    assert error(found, logits(model, ids)) > 1e-2
+    assert error(found, logits(restore(quantised), ids)) < 1e-3
+
+
 @pytest.mark.parametrize("model_type", WITH_SDPA)
 def test_gradients_reach_every_weight(model_type: str) -> None:
     model = own_model(model_type).train()
@@ -300,6 +353,18 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
     roots = {name.partition(".")[0] for name in imported}
     assert roots - sys.stdlib_module_names == {"torch", "transformers"}
     assert beside <= {file.name for file in models.CODE}
+
+
+# Of both files, by their CODE_VERSION.
+HASHES = {1: "91846da8e14fb3835cbe0a33997d7952fd1e97e60aa396400cd2dea44cec340e"}
+
+
+def test_the_code_has_a_new_version_when_it_has_changed() -> None:
+    """If one has changed since the last release: raise CODE_VERSION in both, and add a line. Else correct the last line."""
+    found = hashlib.sha256(b"".join(file.read_bytes() for file in models.CODE)).hexdigest()
+    versions = {models.code_version(file) for file in models.CODE}
+    assert versions == {max(HASHES)} == {modeling_kvfold.CODE_VERSION}
+    assert HASHES[max(HASHES)] == found
 
 
 @pytest.mark.slow

@@ -1,14 +1,27 @@
-"""Models that cap logits attend eagerly, whatever transformers chooses."""
+"""What versions of transformers differ in: who caps logits, and how layers hand over their cache."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
-from tiny_mla import error, logits, tokens
+import transformers
+from click.testing import Result
+from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
+from tiny_mla import error, logits, mla_model, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from attention import load
-from attention.versions import keep_caps
+from attention import absorb, load
+from attention.errors import Failure
+from attention.models import modeling_kvfold
+from attention.models.configuration_kvfold import KvfoldConfig
+from attention.models.modeling_kvfold import require_decoding, taken_cache
+from attention.versions import CACHE, keep_caps
 
 
 def test_a_model_that_caps_logits_never_attends_through_sdpa() -> None:
@@ -32,3 +45,116 @@ def test_others_attend_as_transformers_chose() -> None:
 def test_loaded_models_keep_their_caps(model_type: str, tmp_path: object) -> None:
     tiny_model(tiny_config(model_type)).save_pretrained(str(tmp_path))
     assert load(str(tmp_path)).config._attn_implementation == "eager"
+
+
+class MemoryConfig(LlamaConfig):  # type: ignore[misc]
+    model_type = "memory_llama"
+
+
+class MemoryLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """Hands over its cache by a name of its own."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        given = {"attention_mask": attention_mask, "position_embeddings": kwargs["position_embeddings"]}
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), memory=kwargs.get(CACHE), **given)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class MemoryForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    config_class = MemoryConfig
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(config)
+        self.model.layers = torch.nn.ModuleList(MemoryLayer(config, layer) for layer in range(config.num_hidden_layers))
+
+
+AutoConfig.register("memory_llama", MemoryConfig)
+AutoModelForCausalLM.register(MemoryConfig, MemoryForCausalLM)
+
+
+@pytest.fixture
+def handing_over_memory(tmp_path: Path) -> Path:
+    inner = MemoryConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config = KvfoldConfig(text_config=inner, attention_path="model.layers.{layer}.self_attn", scaling=0.3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+NAMES_MEMORY = re.compile(rf"argument 'memory', which holds the cache.*transformers {re.escape(transformers.__version__)}")
+
+
+@pytest.mark.parametrize("opened", [load, AutoModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_config])
+def test_a_cache_of_an_unknown_name_is_refused(opened: Callable[..., Any], handing_over_memory: Path) -> None:
+    if opened == AutoModelForCausalLM.from_config:  # what is not loaded says so at its first step
+        model = opened(AutoConfig.from_pretrained(handing_over_memory)).eval()
+        model(tokens(1, 4), use_cache=False)
+        with pytest.raises(TypeError, match=NAMES_MEMORY):
+            model.generate(tokens(1, 4), max_new_tokens=2)
+        return
+    with pytest.raises((Failure, TypeError), match=NAMES_MEMORY):
+        opened(handing_over_memory)
+
+
+def test_a_command_names_it_in_one_line(handing_over_memory: Path, convert: Callable[..., Result], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time " * 40)
+    said = convert("eval", handing_over_memory, "--text", text, "--context", 16)
+    assert said.exit_code == 1
+    assert NAMES_MEMORY.search(said.stderr.replace("\n", " "))
+
+
+def test_arguments_that_hold_nothing_are_no_matter() -> None:
+    module, cache = torch.nn.Identity(), transformers.DynamicCache()
+    given = {"memory": None, "position_ids": tokens(1, 2), "cu_seq_lens_q": tokens(1, 2), "layer_past": cache}
+    assert taken_cache(module, given) is cache
+    assert given.keys() == {"memory", "position_ids", "cu_seq_lens_q"}
+    with pytest.raises(TypeError, match="argument 'bias', which holds a float"):
+        taken_cache(module, {"bias": 1.0})
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_kvfold, "_TRIED", set())
+
+
+def absorbed_attentions(model: Any) -> list[Any]:
+    return [layer.self_attn for layer in absorb(model, when="always").model.layers]
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spoilt", ["nothing", "no cache", "one token less", "another scale"])
+def test_the_trial_finds_what_decodes_otherwise(spoilt: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mla_model(dtype=dtype)
+    attentions, before = absorbed_attentions(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kind: Any = type(attentions[0])
+    if spoilt == "no cache":
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: kind.attend(self, *args, **kwargs | {CACHE: None}))
+    elif spoilt == "one token less":
+        update = transformers.DynamicLayer.update
+        monkeypatch.setattr(
+            transformers.cache_utils.DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k[:, :, 1:], v[:, :, 1:])
+        )
+    elif spoilt == "another scale":
+        absorbed = kind._absorbed
+        monkeypatch.setattr(kind, "_absorbed", lambda self, q, *rest: absorbed(self, q * 1.01, *rest))
+    if spoilt == "nothing":
+        require_decoding(model, attentions)
+    else:
+        with pytest.raises((RuntimeError, TypeError)):
+            require_decoding(model, attentions)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert len(model.model.layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.usefixtures("untried")
+def test_each_class_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = mla_model(), mla_model(seed=1)
+    require_decoding(first, absorbed_attentions(first))
+    monkeypatch.setattr(second, "forward", None)
+    require_decoding(second, absorbed_attentions(second))

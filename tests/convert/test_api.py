@@ -306,6 +306,7 @@ COMMANDS: dict[str, tuple[Any, Any, list[str]]] = {
     "sweep": (api, "sweep", ["MODEL", "OUTPUT", "--evaluate", "TEXT"]),
     "plan": (api, "plan", ["MODEL"]),
     "inspect": (api, "inspect", ["MODEL"]),
+    "refresh": (api, "refresh", ["OUTPUT"]),
     "eval": (eval_api, "evaluate", ["MODEL"]),
     "bench": (eval_api, "bench", ["MODEL"]),
 }
@@ -319,6 +320,7 @@ DECLARED: dict[str, type] = {
     "sweep": options.Sweep,
     "plan": options.Plan,
     "inspect": options.Inspect,
+    "refresh": typing.TypedDict("Refresh", {}),  # none
     "eval": measured.Evaluate,
     "bench": measured.Bench,
 }
@@ -343,8 +345,8 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: P
     result = CliRunner().invoke(main, [name, *(str(text) if argument == "TEXT" else argument for argument in arguments)])
     assert isinstance(result.exception, Called), result.output
     positional, named = result.exception.args
-    model = ("MODEL",) if name in ("eval", "bench") else "MODEL"
-    assert list(positional) == [model, *([Path("OUTPUT")] * ("OUTPUT" in arguments))]
+    given = {"MODEL": ("MODEL",) if name in ("eval", "bench") else "MODEL", "OUTPUT": Path("OUTPUT")}
+    assert list(positional) == [value for argument, value in given.items() if argument in arguments]
     for option, value in named.items():
         default = signature[option].default
         if default is python.Parameter.empty:

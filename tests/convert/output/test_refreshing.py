@@ -1,0 +1,228 @@
+"""Renewing the code beside weights: both files or neither, nothing else, and what is said of code of another version."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_forked, run_without_kvfold
+from written import Convert, Make, edit, ok, refused
+
+from attention import load
+from attention.errors import Failure
+from attention.models import CODE, code_version, unlike_ours
+from convert import refresh
+from convert.output.lock import exclusive
+from eval.inputs.source import Source
+
+NAMES = [file.name for file in CODE]
+OURS, NEWER = code_version(CODE[0]), code_version(CODE[0]) + 1
+NO_VERSION = "configuration_kvfold.py (no version) and modeling_kvfold.py (no version)"
+
+
+@pytest.fixture(scope="module")
+def made(shelf: Callable[..., Path], convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    ok(convert("mqa", shelf("gpt_neox"), out, "--method", "mean", "--no-text"))
+    return out
+
+
+@pytest.fixture
+def result(made: Path, tmp_path: Path) -> Path:
+    """A result whose code is that of the time before versions."""
+    out = Path(shutil.copytree(made, tmp_path / "out"))
+    for name in NAMES:
+        date(out / name, None)
+    return out
+
+
+def date(file: Path, version: int | None) -> None:
+    """Give a file another version, or none: then it checks nothing, either."""
+    text = re.sub(r"^CODE_VERSION.*\n(_BESIDE(.|\n)*?\n    \)\n)?", "", file.read_text(), flags=re.MULTILINE)
+    file.write_text(text if version is None else f"{text}\nCODE_VERSION = {version}\n")
+
+
+def content(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """What each file holds, and its mode."""
+    return {
+        str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mode)
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_both_files_are_renewed_and_nothing_else_changes(result: Path, convert: Convert) -> None:
+    (result / NAMES[1]).chmod(0o664)
+    before = content(result)
+    said = ok(convert("refresh", result)).stdout
+    assert said == f"renewed {NO_VERSION}: the code in {result} is kvfold's, version {OURS}\n"
+    assert content(result) == before | {file.name: (file.read_bytes(), before[file.name][1]) for file in CODE}
+    assert json.loads(ok(convert("refresh", result, "--json")).stdout) == {
+        "output": str(result), "code_version": OURS, "renewed": {}
+    }  # fmt: skip
+    assert str(refresh(result)) == f"there was nothing to renew: the code in {result} is kvfold's, version {OURS}"
+    assert unlike_ours(result) is None
+
+
+def test_a_conversion_takes_a_refreshed_result_for_finished(
+    result: Path, shelf: Callable[..., Path], convert: Convert, warned: Callable[[], list[str]]
+) -> None:
+    ok(convert("refresh", result))
+    done = ok(convert("mqa", shelf("gpt_neox"), result, "--method", "mean", "--no-text", "--resume"))
+    assert f"{result} is finished already" in done.stderr
+    assert Source.parse(str(result)).code_note is None
+    load(result)
+    assert warned() == []
+
+
+STOCK = """
+import torch
+from transformers import AutoModelForCausalLM, dynamic_module_utils
+dynamic_module_utils.HF_MODULES_CACHE = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True).eval()
+ids, asked = torch.arange(4, 20)[None], {"max_new_tokens": 8, "do_sample": False}
+assert torch.equal(model.generate(ids, **asked), model.generate(ids, use_cache=False, **asked))
+print(sys.modules[type(model).__module__].CODE_VERSION)
+"""
+KILLED = """
+import os, sys
+from pathlib import Path
+from convert import refresh
+replace = Path.replace
+def killed(self, target):
+    replace(self, target)
+    os._exit(9)
+Path.replace = killed
+refresh(sys.argv[1])
+"""
+
+
+def test_a_kill_between_both_files_is_noticed_and_mended(result: Path, convert: Convert, tmp_path: Path) -> None:
+    before = content(result)
+    assert run_forked(KILLED, result).returncode == 9
+    assert [(result / file.name).read_bytes() == file.read_bytes() for file in CODE] == [False, True]
+    done = run_without_kvfold(STOCK, tmp_path / "modules", result)
+    assert f"modeling_kvfold.py has version {OURS}, and configuration_kvfold.py beside it has none" in done.stderr
+    assert "run `convert refresh` of kvfold on the directory of this checkpoint" in done.stderr
+    said = ok(convert("refresh", result)).stdout
+    assert said.startswith("renewed configuration_kvfold.py (no version): the code in")
+    assert content(result).keys() == before.keys(), "no temporary file stays"
+    done = run_without_kvfold(STOCK, tmp_path / "modules", result)
+    assert done.stdout == f"{OURS}\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, None], ids=["full", "unwritable", "interrupted"])
+@pytest.mark.parametrize(
+    ("call", "times"),
+    [
+        ("shutil.copyfile", 1),
+        ("shutil.copyfile", 2),
+        ("shutil.copyfile", 4),
+        ("pathlib.Path.replace", 1),
+        ("pathlib.Path.replace", 2),
+    ],
+)
+def test_what_fails_half_way_is_undone(
+    call: str, times: int, number: int | None, result: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, left = content(result), [times]
+    module, _, name = call.rpartition(".")
+    function = getattr(shutil if module == "shutil" else Path, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt if number is None else OSError(number, os.strerror(number))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(call, failing)
+    done = convert("refresh", result)
+    assert content(result) == before
+    assert left[0] <= 0
+    if number is None:
+        refused(done, 130, "error: interrupted")
+    else:
+        refused(done, 1, f"cannot renew the code in {result}: [Errno {number}] {os.strerror(number)}")
+
+
+def test_a_file_that_was_missing_is_missing_again_after_a_failure(result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (result / NAMES[1]).unlink()
+    (result / NAMES[0]).unlink()
+    (result / NAMES[0]).mkdir()
+    before = content(result)
+    with pytest.raises(Failure, match=r"cannot renew the code in .*: \[Errno 21\] Is a directory"):
+        refresh(result)
+    assert content(result) == before
+    (result / NAMES[0]).rmdir()
+    assert refresh(result)["renewed"] == dict.fromkeys(NAMES, 0)
+
+
+def test_one_run_at_a_time_writes_a_result(result: Path, convert: Convert) -> None:
+    before = content(result)
+    with exclusive(result):
+        refused(convert("refresh", result), 1, f"another run is writing {result}")
+    assert content(result) == before
+    assert list(result.parent.glob("*.lock")) == []
+
+
+def test_what_has_no_code_to_renew_is_refused(result: Path, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(convert("refresh"), 2, "Missing argument 'OUTPUT'")
+    for there, message in (
+        ("org/name", "there is no directory 'org/name' to refresh"),
+        (result / "config.json", "there is no directory"),
+        (tmp_path / "empty", "has no config.json"),
+        (checkpoint(), "is of model type 'llama', which has no code of kvfold: nothing to refresh"),
+        ("/", "has no config.json"),
+    ):
+        refused(convert("refresh", there), 2, message)
+    date(result / NAMES[1], NEWER)
+    before = content(result)
+    message = f"the code in {result} has version {NEWER}, newer than kvfold's {OURS}\nhint: update kvfold"
+    refused(convert("refresh", result), 2, message)
+    assert content(result) == before
+    for named in ({"AutoConfig": "evil.Config"}, {"AutoConfig": "org/name--configuration_kvfold.KvfoldConfig"}, None):
+        refused(convert("refresh", edit(result, auto_map=named)), 2, f"auto_map in config.json of {result} is {named}")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_one_line(result: Path, convert: Convert) -> None:
+    result.chmod(0o555)
+    refused(convert("refresh", result), 1, "Permission denied")
+    result.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("versions", "named", "said"),
+    [
+        ((None, None), NO_VERSION, "is older; `convert refresh OUT` renews it"),
+        (
+            (None, OURS),
+            "configuration_kvfold.py (no version)",
+            "does not fit the other file; `convert refresh OUT` renews both",
+        ),
+        ((NEWER, NEWER), f"modeling_kvfold.py (version {NEWER})", "is newer; update kvfold"),
+        ((OURS, "edited"), f"modeling_kvfold.py (version {OURS})", "differs from it; `convert refresh OUT` renews it"),
+    ],
+)
+def test_code_of_another_version_is_named(
+    versions: tuple[Any, Any], named: str, said: str, result: Path, convert: Convert
+) -> None:
+    for file, version in zip(CODE, versions, strict=True):
+        shutil.copyfile(file, result / file.name)
+        if version == "edited":
+            (result / file.name).write_text(file.read_text() + "# edited\n")
+        elif version != OURS:
+            date(result / file.name, version)
+    note = unlike_ours(result)
+    assert note is not None
+    assert note.startswith(f"kvfold runs its own code, version {OURS}, in place of ")
+    assert note.endswith(f"{named} in {result}: that code {said.replace('OUT', str(result))}")
+    assert json.loads(ok(convert("inspect", result, "--json")).stdout)["notes"] == [note]
