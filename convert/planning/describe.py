@@ -71,8 +71,11 @@ def inspection(source: Source) -> Facts:
 def _noted(source: Source) -> dict[str, Any]:
     """What a conversion will say that reads more than the config."""
     notes = list(source.notes)
-    if kind := quantisation(source):
-        notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
+    try:
+        if kind := quantisation(source):
+            notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
+    except Refusal as stale:
+        notes.append(f"{stale}: {stale.hint}")
     return {"notes": notes} if notes else {}
 
 
