@@ -13,7 +13,7 @@ from attention.auto import auto_class, has_class
 from attention.caps import keep_caps
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
-from eval.inputs.reader import Reader
+from eval.inputs.reader import DTYPES, Reader
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach, tokenize
 
@@ -65,10 +65,12 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
         # transformers fills such weights with random numbers and continues, so figures would be wrong.
         if wrong := sorted(info["mismatched_keys"]):
             name, found, wanted = wrong[0]
-            raise disagreement(f"{name} is {list(found)}", found, wanted)
+            raise disagreement(f"{name} is {list(found)}", found, wanted, model=source.reference)
         if bad := sorted(map(str, info["missing_keys"])):
             said, step = instead_of(bad[0], list(map(str, info["unexpected_keys"])), source.ties)
-            raise Failure(f"{source.reference} lacks {len(bad)} of its model's weights: {bad[0]}, …{said}", hint=step)
+            raise Failure(
+                f"{source.reference} lacks {len(bad)} of its model's weights altogether: {bad[0]}, …{said}", hint=step
+            )
         if reader:
             _require_floats(source, model, reader)
         if source.decoder is not source.config:
@@ -111,7 +113,7 @@ def _require_floats(source: Source, model: Any, reader: Reader) -> None:
     parameters |= {name.removeprefix(base) for name in parameters}  # as a checkpoint of the base model has them
     for name in sorted(parameters & reader.infos.keys()):
         if not reader.infos[name].is_float:
-            kind = str(reader.infos[name].dtype).removeprefix("torch.")
+            kind = next(kind for kind, dtype in DTYPES.items() if dtype is reader.infos[name].dtype)
             raise Failure(
                 f"{name} of {source.reference} is stored as {kind}, and its config names no quantisation",
                 hint="the checkpoint is damaged or incomplete; get it again",

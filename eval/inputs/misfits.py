@@ -39,7 +39,9 @@ _GATHER = (
 )
 
 
-def disagreement(what: str, found: Sequence[int] | None, wanted: Sequence[int], step: str = OTHER_MODEL) -> Failure:
+def disagreement(
+    what: str, found: Sequence[int] | None, wanted: Sequence[int], step: str = OTHER_MODEL, model: str | None = None
+) -> Failure:
     """A tensor of another shape than its config says.
 
     Args:
@@ -47,8 +49,9 @@ def disagreement(what: str, found: Sequence[int] | None, wanted: Sequence[int], 
         found: Its shape; None if it has none.
         wanted: Its shape by the config.
         step: The next step.
+        model: The name of the model, where there may be several.
     """
-    said = f"config.json and the weights disagree: {what}, by the config it is {list(wanted)}"
+    said = f"{f'{model}: ' if model else ''}config.json and the weights disagree: {what}, by the config it is {list(wanted)}"
     return Failure(said, hint=_GATHER if found is not None and list(found) == [0] else step)
 
 
