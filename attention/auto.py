@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from attention.errors import Refusal
+
+ADAPTER = "adapter_config.json"
+
+
+def refuse_adapter(directory: Path, model: str | Path) -> None:
+    """Refuse an adapter in the directory of a model: where peft is installed, transformers adds it on loading, unasked.
+
+    Args:
+        directory: Where the model lies.
+        model: Its name in messages.
+
+    Raises:
+        Refusal: There is one.
+    """
+    if (directory / ADAPTER).is_file():
+        raise Refusal(
+            f"{model} holds an adapter beside its model ({ADAPTER}), which transformers adds to the weights where peft is "
+            "installed",
+            hint=f"merge it, or, if the weights have it already, take {ADAPTER} out",
+        )
 
 
 def auto_class(config: Any) -> Any:

@@ -22,7 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from attention.auto import auto_class
+from attention.auto import auto_class, refuse_adapter
 from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
 from attention.formats import format_named
@@ -94,11 +94,12 @@ def load(
     model stores its cache in that format, see `attention.cache`.
 
     Raises:
-        Refusal, Failure: As `absorb`, or as `attention.encoded_forward.store_encoded`.
+        Refusal, Failure: As `absorb`, `attention.auto.refuse_adapter` or `attention.encoded_forward.store_encoded`.
     """
     _rule(when)
     check(backend)
     form = None if cache_dtype is None else format_named(cache_dtype)
+    refuse_adapter(Path(path), path)
     if said := unlike_ours(Path(path)):
         _log.warning(said)
     config = arguments.get("config")

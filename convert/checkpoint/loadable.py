@@ -36,11 +36,7 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, tr
         known = f"which {kind} with this config has not"
         raise Failure(f"{what} has tensor {name}{others}, {f'{whose}, ' if whose else ''}{known}", hint=step)
     for wrong in tensors.mismatched:
-        found = list(wrong.found) if wrong.found is not None else "of shapes that do not fit together"
-        raise Failure(
-            f"config.json and the weights disagree: {wrong.names[0]} is {found}, by the config it is {list(wrong.wanted)}",
-            hint=OTHER_MODEL,
-        )
+        raise wrong.failure()
     floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name in tensors.names:
         for source in tensors.sources(name) if name in floating else ():

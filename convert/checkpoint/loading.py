@@ -18,9 +18,8 @@ import torch
 from attention.auto import auto_class
 from attention.errors import Failure
 from attention.versions import keep_caps
+from eval.inputs.misfits import OTHER_MODEL, disagreement
 from eval.inputs.reader import TensorInfo
-
-_OTHER_MODEL = "config.json and the weights are not of the same model"
 
 Read = Callable[[str], torch.Tensor]
 
@@ -72,6 +71,18 @@ class Mismatch(NamedTuple):
     found: tuple[int, ...] | None
     wanted: tuple[int, ...]
     names: tuple[str, ...]
+
+    def failure(self) -> Failure:
+        """The error that says so."""
+        if self.found is None:
+            made = f"cannot be made of its {len(self.names)} tensors, {self.names[0]} to {self.names[-1]}"
+            what = f"{self.parameter} {made}, whose shapes do not fit together"
+        elif self.names[1:]:
+            made = f"(made of {len(self.names)} tensors, {self.names[0]} to {self.names[-1]})"
+            what = f"{self.parameter} is {list(self.found)} {made}"
+        else:
+            what = f"{self.names[0]} is {list(self.found)}"
+        return disagreement(what, self.found, self.wanted)
 
 
 class ClassTensors:
@@ -125,9 +136,9 @@ class ClassTensors:
         """
         giver = self._giver(name)
         if giver not in self._from:
-            raise Failure(f"the checkpoint lacks tensor {name}", hint=_OTHER_MODEL)
+            raise Failure(f"the checkpoint lacks tensor {name}", hint=OTHER_MODEL)
         if wrong := next((m for m in self.mismatched if m.parameter == giver), None):
-            raise _disagreement(wrong)
+            raise wrong.failure()
         made = self._from[giver]
         return read(made.names[0]) if made.conversion is None else made.convert(self._model, read)[giver]
 
@@ -245,12 +256,3 @@ def _unless(patterns: Iterable[str] | None, names: Iterable[str]) -> tuple[str, 
     """The names that match none of the patterns."""
     compiled = [re.compile(pattern) for pattern in patterns or ()]
     return tuple(name for name in names if not any(pattern.search(name) for pattern in compiled))
-
-
-def _disagreement(wrong: Mismatch) -> Failure:
-    if wrong.found is None:
-        what = f"{wrong.parameter} cannot be made of its {len(wrong.names)} tensors, {wrong.names[0]} to {wrong.names[-1]}"
-    else:
-        made = "" if len(wrong.names) == 1 else f" (made of {len(wrong.names)} tensors, {wrong.names[0]} to {wrong.names[-1]})"
-        what = f"{wrong.names[0] if not made else wrong.parameter} is {list(wrong.found)}{made}"
-    return Failure(f"config.json and the weights disagree: {what}, by the config it is {list(wrong.wanted)}", hint=_OTHER_MODEL)

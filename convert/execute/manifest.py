@@ -16,7 +16,7 @@ import torch
 from attention.errors import Failure
 from convert.families.names import Place
 from convert.planning.base import Plan
-from eval.inputs.misfits import OTHER_MODEL, instead_of
+from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
 from eval.inputs.reader import Reader, TensorInfo
 
 if TYPE_CHECKING:
@@ -159,10 +159,8 @@ def _check_attention(plan: Plan, reader: Reader) -> None:
                 raise Failure(f"{where} lacks tensor {name}{said}", hint=step)
             found = reader.infos[name].shape
             if found != shape:
-                raise Failure(
-                    f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
-                    hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
-                )
+                step = "compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights"
+                raise disagreement(f"{name} is {list(found)}", found, shape, step)
         module = plan.family.module(layer) + "."
         # Old checkpoints store what classes now compute; where the class stays the same, it is copied like any other tensor.
         extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith(computed)]

@@ -179,7 +179,7 @@ def readable(source: Source) -> Family:
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
-            hint="`convert eval` measures it all the same",
+            hint="`convert families` lists the types that can be read",
         )
     _refuse_stray_heads(source, family)
     if reason := family.unreadable(source.config):
@@ -191,7 +191,7 @@ def convertible(source: Source) -> Family:
     """The family of a source whose weights can be read, too.
 
     Raises:
-        Refusal: As of `readable`; or it is quantised.
+        Refusal: As of `readable` or `quantisation`; or it is quantised.
     """
     family = readable(source)
     if kind := quantisation(source):
@@ -225,11 +225,14 @@ _DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrai
 
 
 def quantisation(source: Source) -> str | None:
-    """By what a source is quantised, as its config says; None if it is not."""
-    stated = source.raw.get("quantization_config") or source.raw.get("quantization")
-    if not isinstance(stated, dict):
-        return str(stated) if stated else None
-    return str(stated.get("quant_method") or ("MLX" if "group_size" in stated else "unknown method"))
+    """By what a source is quantised, as its config says; None if it is not.
+
+    Raises:
+        Refusal: As `Source.refuse_stale_quantisation`, of files on this machine.
+    """
+    if source.directory:
+        source.refuse_stale_quantisation()
+    return source.quantisation[0] if source.quantisation else None
 
 
 def _dequantised_by(kind: str) -> str:

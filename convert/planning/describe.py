@@ -73,8 +73,11 @@ def _noted(source: Source) -> dict[str, Any]:
     notes = list(source.notes)
     if source.directory and source.code_note:
         notes.append(source.code_note)
-    if kind := quantisation(source):
-        notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
+    try:
+        if kind := quantisation(source):
+            notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
+    except Refusal as stale:
+        notes.append(f"{stale}: {stale.hint}")
     return {"notes": notes} if notes else {}
 
 

@@ -86,6 +86,9 @@ RAW_RULES: dict[str, Rule] = {
         "torch_dtype",
     ),
     **_all(Rule(lambda v: isinstance(v, dict), "an object"), "auto_map", "text_config", "vision_config", "audio_config"),
+    "return_dict": Rule(lambda v: v is True, "true, since classes of transformers read their own output by name"),
+    # Not all that reads a checkpoint follows it: others would read the weights of another run.
+    "transformers_weights": Rule(lambda v: False, "left out, and the file be named model.safetensors"),
 }
 
 RULES: dict[str, Rule] = {
@@ -225,6 +228,7 @@ def check_config(config: Any, where: str) -> None:
     if not models.provides(config.model_type):  # a class inside it need not know of a latent
         _check_latent(values, text, where)
     _check_window(values, where)
+    _check_of_caches(text, values, where)
     _check_padding(values, where)
     _check_lengths(values, where)
     _check_activation(text, where)
@@ -289,6 +293,18 @@ def _check_latent(values: Mapping[str, Any], text: Any, where: str) -> None:
 def _check_window(values: Mapping[str, Any], where: str) -> None:
     if values.get("sliding_window") == 0 and values.get("use_sliding_window") is not False:
         _refuse(where, "sliding_window", 0, "an integer above 0, or null")
+
+
+def _check_of_caches(text: Any, values: Mapping[str, Any], where: str) -> None:
+    """Refuse what caches of transformers read from any config, where the class computes its attention without it."""
+    if not type(text).__module__.startswith("transformers."):
+        return
+    for key in ("layer_types", "sliding_window", "attention_chunk_size"):
+        stated = _read(text, key)
+        whole = not stated or (isinstance(stated, list) and set(stated) == {"full_attention"})
+        if not whole and key not in values and not hasattr(type(text)(), key):  # some classes set it when they are made
+            kind = type(text).__name__
+            _refuse(where, key, stated, f"left out: {kind} of transformers does not know it, and the cache would follow it")
 
 
 def _check_padding(values: Mapping[str, Any], where: str) -> None:

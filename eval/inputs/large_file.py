@@ -24,7 +24,7 @@ def pieces(path: Path, first: int | None) -> Iterator[str]:
         first: Characters of the first piece; others have as many as are encoded at a time. None for one piece.
 
     Raises:
-        Failure: The file cannot be read, or is not UTF-8.
+        Failure: The file cannot be read, is not UTF-8 text, or is a pipe or a device with more than a large file's start.
     """
     held, wanted = "", first
     for part in _decoded(path):
@@ -38,17 +38,21 @@ def pieces(path: Path, first: int | None) -> Iterator[str]:
 def _decoded(path: Path) -> Iterator[str]:
     decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
     try:
+        endless = not path.is_file()
         with path.open("rb") as file:
             while True:
                 data = file.read(PIECE)
                 pending = len(decoder.getstate()[0])
                 try:
-                    yield decoder.decode(data, final=not data)
+                    yield _without_nuls(path, decoder.decode(data, final=not data), before - pending)
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, error.reason, before - pending + error.start) from None
                 if not data:
                     return
                 before += len(data)
+                if endless and before > LARGE:
+                    said = f"{path} is no regular file, and holds more than {LARGE:,} bytes, or has no end"
+                    raise Failure(said, hint="write what is wanted of it into a file: head -c 16M")
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
 
@@ -80,9 +84,17 @@ def _lines(path: Path, data: bytes, offset: int) -> str:
     if end <= start:
         start, end = next((i for i in range(4) if data[i : i + 1] and data[i] & 0xC0 != 0x80), 0), len(data)
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data[start:end])  # leaves out a character that is cut at the end
+        text = codecs.getincrementaldecoder("utf-8")().decode(data[start:end])  # leaves out a character that is cut at the end
+        return _without_nuls(path, text, offset + start)
     except UnicodeDecodeError as error:
         raise _not_utf8(path, error.reason, offset + start + error.start) from None
+
+
+def _without_nuls(path: Path, text: str, offset: int) -> str:
+    """`text` itself. UTF-16 and binary files may pass as UTF-8, and have NULs, which no text has."""
+    if (found := text.find("\0")) < 0:
+        return text
+    raise _not_utf8(path, "a NUL", offset + len(text[:found].encode()))
 
 
 def _not_utf8(path: Path, reason: str, offset: int) -> Failure:

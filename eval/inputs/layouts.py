@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-_ADAPTER = "adapter_config.json"
+from attention.auto import ADAPTER
+
 _MERGE = (
     "merge it into its base model with PEFT, and copy the tokenizer: "
     "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
@@ -56,17 +57,17 @@ def found_among(names: Collection[str], directory: Path | None) -> tuple[str, st
     """
     for pattern, what, step in _LAYOUTS:
         if found := [name for name in sorted(names) if re.fullmatch(pattern, name)]:
-            return f"{what} ({_base(directory) if found == [_ADAPTER] else _listed(found)})", step
+            return f"{what} ({_base(directory) if found == [ADAPTER] else _listed(found)})", step
     return None
 
 
 def _base(directory: Path | None) -> str:
     """What an adapter's config says of its base model."""
     try:
-        base = json.loads((directory / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] if directory else None
+        base = json.loads((directory / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] if directory else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         base = None
-    return f"{_ADAPTER}; its base model is {str(base)[:100]}" if base else f"{_ADAPTER} names its base model"
+    return f"{ADAPTER}; its base model is {str(base)[:100]}" if base else f"{ADAPTER} names its base model"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from attention.auto import auto_class, has_class
-from attention.errors import Failure, Refusal, one_line
+from attention.errors import Failure, KvfoldError, Refusal, one_line
 from attention.versions import keep_caps
-from eval.inputs.misfits import instead_of
-from eval.inputs.source import FLOATS, Source
+from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
+from eval.inputs.reader import DTYPES, Reader
+from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach, tokenize
 
 _log = logging.getLogger("kvfold")
@@ -24,10 +25,15 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
     """The model of `source` in eval mode, freed when the block ends.
 
     On "cpu" it is loaded into main memory. Otherwise accelerate's device map spreads it over GPUs, main memory and, if needed,
-    a temporary directory.
+    a temporary directory. Attention is computed as transformers chooses, whatever config.json says.
+
+    Raises:
+        Refusal: As `Source.refuse_stale_quantisation`.
+        Failure: As `Reader`; or it cannot be loaded, completely and as it is.
     """
     import torch
 
+    source.refuse_stale_quantisation()
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:
@@ -35,26 +41,38 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
                 source.files,
                 dtype=getattr(torch, compute_dtype(source, dtype, device)),
                 trust_remote_code=source.trust_remote_code,
+                config=source.config,
+                attn_implementation=None,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # below, with their names
                 **placement,
             )
-        except Failure:
+        except KvfoldError:
             raise
         except pickle.UnpicklingError as error:  # torch says how to run the code in it
             said = f"{source.reference} is pickled with more than weights, which torch does not load"
             raise Failure(said, hint="have who made it save it with save_pretrained, as safetensors") from error
         except Exception as error:  # safetensors, torch, transformers and the file system raise different classes
+            if "the above report" in str(error):  # which is not shown: of tensors that become one parameter together
+                said = f"the tensors of {source.reference} do not fit together as its config says"
+                raise Failure(said, hint=OTHER_MODEL) from error
+            if isinstance(error, KeyError) and error.args == ("metadata",):
+                said = f"the index of {source.reference} has no metadata, without which transformers does not read it"
+                raise Failure(said, hint='add "metadata": {} to it') from error
             said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
             raise Failure(said, hint="is it whole? -v shows more") from error
-        if info["missing_keys"] or info["mismatched_keys"]:
-            bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-            # transformers fills such weights with random numbers and continues, so figures would be wrong.
+        reader = None if source.quantisation else Reader(source.files)
+        # transformers fills such weights with random numbers and continues, so figures would be wrong.
+        if wrong := sorted(info["mismatched_keys"]):
+            name, found, wanted = wrong[0]
+            raise disagreement(f"{name} is {list(found)}", found, wanted, model=source.reference)
+        if bad := sorted(map(str, info["missing_keys"])):
             said, step = instead_of(bad[0], list(map(str, info["unexpected_keys"])), source.ties)
             raise Failure(
-                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …{said}",
-                hint=step,
+                f"{source.reference} lacks {len(bad)} of its model's weights altogether: {bad[0]}, …{said}", hint=step
             )
-        _require_floats(source, model)
+        if reader:
+            _require_floats(source, model, reader)
         if source.decoder is not source.config:
             _require_forwards(source, model)
         if info["unexpected_keys"]:
@@ -85,26 +103,21 @@ def _require_forwards(source: Source, model: Any) -> None:
         )
 
 
-def _require_floats(source: Source, model: Any) -> None:
+def _require_floats(source: Source, model: Any, reader: Reader) -> None:
     """Refuse weights of other numbers, which transformers casts to floats as they are.
 
     Raises:
-        Failure: A parameter is stored as integers or 8-bit floats, and the config names no quantisation.
+        Failure: A parameter is stored as integers or 8-bit floats; its config names no quantisation.
     """
-    from safetensors import safe_open
-
-    if getattr(model, "hf_quantizer", None) is not None:
-        return
     parameters, base = {name for name, _ in model.named_parameters()}, f"{model.base_model_prefix}."
     parameters |= {name.removeprefix(base) for name in parameters}  # as a checkpoint of the base model has them
-    for path in sorted(source.files.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in sorted(parameters.intersection(file.keys())):
-                if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-                    raise Failure(
-                        f"{name} of {source.reference} is stored as {kind}, and its config names no quantisation",
-                        hint="the checkpoint is damaged or incomplete; get it again",
-                    )
+    for name in sorted(parameters & reader.infos.keys()):
+        if not reader.infos[name].is_float:
+            kind = next(kind for kind, dtype in DTYPES.items() if dtype is reader.infos[name].dtype)
+            raise Failure(
+                f"{name} of {source.reference} is stored as {kind}, and its config names no quantisation",
+                hint="the checkpoint is damaged or incomplete; get it again",
+            )
 
 
 def compute_dtype(source: Source, dtype: str, device: str) -> str:

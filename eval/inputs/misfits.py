@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from attention.errors import Failure
 
 _ORIGINAL = "convert the original checkpoint, in float32, bfloat16 or float16, then quantise"
+# What training puts around modules, by the part that it adds to names.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "module": "DistributedDataParallel",
+}
+_UNWRAP = (
+    "take that out of all names, by re and safetensors.torch: "
+    rf"save_file({{re.sub(r'\b({'|'.join(_WRAPPERS)})\.', '', n): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
+)
 # A pattern of names that no causal LM has, whose they are, and the next step.
 _KINDS = (
     (r"\.(qweight|qzeros|g_idx)$", "as GPTQ and AWQ store quantised weights", _ORIGINAL),
@@ -19,8 +32,27 @@ _KINDS = (
     ),
 )
 _HEAD = re.compile(r"^(lm_head|embed_out)\.")
-_WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile", "_fsdp_wrapped_module.": "FSDP"}
 OTHER_MODEL = "config.json and the weights are not of the same model"
+_GATHER = (
+    "DeepSpeed's ZeRO-3 leaves it so where weights are saved without being gathered: run zero_to_fp32.py of its checkpoint, "
+    "or save again with stage3_gather_16bit_weights_on_model_save"
+)
+
+
+def disagreement(
+    what: str, found: Sequence[int] | None, wanted: Sequence[int], step: str = OTHER_MODEL, model: str | None = None
+) -> Failure:
+    """A tensor of another shape than its config says.
+
+    Args:
+        what: Its name, and what it is: "w is [3, 4]".
+        found: Its shape; None if it has none.
+        wanted: Its shape by the config.
+        step: The next step.
+        model: The name of the model, where there may be several.
+    """
+    said = f"{f'{model}: ' if model else ''}config.json and the weights disagree: {what}, by the config it is {list(wanted)}"
+    return Failure(said, hint=_GATHER if found is not None and list(found) == [0] else step)
 
 
 def of_a_kind(names: Iterable[str]) -> tuple[str, str, str] | None:
@@ -46,9 +78,12 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
     longer = next((name for name in sorted(others) if name.endswith(f".{wanted}")), None)
     if longer:
         prefix = longer.removesuffix(wanted)
-        wrapper = f", as {_WRAPPERS[prefix]} does" if prefix in _WRAPPERS else ""
+        wrapper = next((f", as {whose} does" for part, whose in _WRAPPERS.items() if f"{part}." in prefix), "")
         code = f"save_file({{n.removeprefix({prefix!r}): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
         return f"; it puts {prefix} before all names{wrapper}", f"take that off, by safetensors.torch: {code}"
+    for part, whose in _WRAPPERS.items():
+        if inside := next((name for name in sorted(others) if f".{part}." in f".{name}"), None):
+            return f"; it has {inside}, as {whose} names modules", _UNWRAP
     shorter = next((name for name in sorted(others) if "." in name and wanted.endswith(f".{name}")), None)
     if shorter:
         made = "save it with its head: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy its tokenizer"

@@ -6,11 +6,13 @@ A checkpoint may come from anywhere: any error in its files becomes a `Failure` 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_log = logging.getLogger("kvfold")
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
@@ -61,6 +64,8 @@ class TensorInfo:
 class Reader:
     """Reads the tensors of a checkpoint directory: one file or shards, `.safetensors` or weights-only `.bin`.
 
+    As transformers does, it takes from an index the files alone: every tensor in them counts, and no other.
+
     Args:
         directory: The directory.
         renamed: Maps the names in the files to other ones, by which its tensors are known here.
@@ -72,7 +77,7 @@ class Reader:
 
     Raises:
         Refusal: There are no weights; with what there is.
-        Failure: A shard is missing or damaged, or does not match the index.
+        Failure: A shard is missing or damaged, or two hold other values for one tensor.
     """
 
     def __init__(self, directory: Path, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> None:
@@ -87,7 +92,7 @@ class Reader:
             for name, info in self._headers(file):
                 self._add(file, name, info)
         if index is not None:
-            self._check_index(index)
+            self._compare(index)
         if renamed and (names := renamed(self.infos)):
             self._rename(names)
 
@@ -121,7 +126,7 @@ class Reader:
             part = shard.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise Failure(
-                    f"{file}: tensor {name} has dtype {part.get_dtype()}, which kvfold cannot copy", hint=_FLOATS_ONLY
+                    f"{file}: tensor {name} has dtype {part.get_dtype()}, which kvfold does not read", hint=_FLOATS_ONLY
                 )
             yield name, TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()])
 
@@ -131,8 +136,8 @@ class Reader:
         if len(info.shape) > _DIMS or math.prod(max(1, size) for size in info.shape) >= 2**63:
             shape = ", ".join(map(str, info.shape[:8])) + (", …" if info.shape[8:] else "")
             raise Failure(f"{file}: tensor {name} has a shape that no tensor can have: [{shape}]", hint=_AGAIN)
-        if name in self.infos:
-            raise Failure(f"{self._file_of[name]} and {file} both hold tensor {name}", hint=_AGAIN)
+        if name in self.infos and not self._same(name, self._file_of[name], file):
+            raise Failure(f"{self._file_of[name]} and {file} both hold tensor {name}, with other values", hint=_AGAIN)
         self.infos[name], self._file_of[name] = info, file
 
     def _shard(self, file: str) -> Any:
@@ -142,12 +147,27 @@ class Reader:
             self._open = (file, _Pickle(path) if file.endswith(".bin") else open_safetensors(path))
         return self._open[1]
 
-    def _check_index(self, index: Mapping[str, str]) -> None:
-        for name, file in index.items():
-            if self._file_of.get(name) != file:
-                raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor", hint=_AGAIN)
-        if extra := sorted(set(self.infos) - set(index)):
-            raise Failure(f"{self._file_of[extra[0]]} holds tensor {extra[0]}, and the index does not list it", hint=_AGAIN)
+    def _same(self, name: str, *files: str) -> bool:
+        one, other = (self._shard(file).get_tensor(name) for file in files)
+        return one.dtype == other.dtype and torch.equal(one, other)
+
+    def _compare(self, index: Mapping[str, str]) -> None:
+        """Say where the index and the files disagree: what a class lacks then is for those to name who know the class."""
+        remarks = [f"lists {name}, which no file holds" for name in index if name not in self.infos]
+        remarks += [
+            f"puts {name} into {index[name]}, and {file} holds it" if name in index else f"lacks {name}, which {file} holds"
+            for name, file in self._file_of.items()
+            if index.get(name) != file
+        ]
+        if remarks:
+            others = f", and {len(remarks) - 1} others" if remarks[1:] else ""
+            _warn(f"the index of {self._directory} {remarks[0]}{others}: what the files hold counts, as in transformers")
+
+
+@cache
+def _warn(said: str) -> None:
+    """Warn once: a conversion reads its source several times."""
+    _log.warning("%s", said)
 
 
 class _Pickle:

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from attention import models
-from attention.errors import Failure, Refusal, one_line
+from attention.auto import refuse_adapter
+from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, layouts
 from eval.inputs.former import Former, former_of
 from eval.inputs.gguf import unpacked_file
-from eval.inputs.reader import TOKENIZER_FILES
+from eval.inputs.reader import TOKENIZER_FILES, Reader
 from eval.inputs.rewriting import rewritten
 
 _DEFAULT_CONTEXT = 2048
+# Keys that say how one machine computes attention: another may not have it, and save_pretrained writes none of them.
+_OF_A_RUN = ("attn_implementation", "_attn_implementation")
 
 # The files of a Hub repository that a conversion or an evaluation needs: no other formats, no folders of other models.
 _WANTED = [
@@ -132,12 +135,13 @@ class Source:
         """What config.json says.
 
         Raises:
-            Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`.
+            Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`; or an
+                adapter lies beside it.
         """
         path = self._config_path
         try:
             size = path.stat().st_size
-            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number) if size <= _LARGEST_CONFIG else None
+            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_object) if size <= _LARGEST_CONFIG else None
         except FileNotFoundError:
             raise self._no_checkpoint() from None
         except (ValueError, OSError, RecursionError) as error:
@@ -147,6 +151,7 @@ class Source:
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
             raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
         with self._within_reach():
+            refuse_adapter(path.parent, self.reference)
             config_rules.check_raw(raw, self._where)
         return raw
 
@@ -205,6 +210,34 @@ class Source:
         from transformers import CONFIG_MAPPING
 
         return known == (self.model_type in CONFIG_MAPPING)
+
+    @property
+    def quantisation(self) -> tuple[str, str] | None:
+        """By what it is quantised, and the key of its config that says so ("text_config.quantization_config"); None if none."""
+        parts = [("", self.raw), *((f"{name}.", part) for name, part in self.raw.items() if isinstance(part, dict))]
+        for path, values in parts:
+            for key in ("quantization_config", "quantization"):
+                if isinstance(stated := values.get(key), dict) and stated:
+                    kind = stated.get("quant_method") or ("MLX" if "group_size" in stated else "unknown method")
+                    return str(kind), path + key
+                if stated:
+                    return str(stated), path + key
+        return None
+
+    def refuse_stale_quantisation(self) -> None:
+        """Raise `Refusal` if its config says that it is quantised, and the headers of its files show only plain weights."""
+        if self.quantisation is None:
+            return
+        try:
+            plain = all(info.is_float for info in Reader(self.files).infos.values())
+        except KvfoldError:  # of a damaged file, or of numbers that only quantised weights have
+            return
+        if plain:
+            kind, key = self.quantisation
+            raise Refusal(
+                f"{self._where} says in {key} that it is quantised ({kind}), and none of its weights is",
+                hint=f"if they were merged or dequantised, take {key} out",
+            )
 
     def refuse_remote_code(self) -> None:
         """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
@@ -342,11 +375,12 @@ class Source:
         """The directory with all files, downloaded if necessary, and rewritten if its model type is a former one.
 
         Raises:
-            Refusal: As of `_former`, or as `rewritten`.
+            Refusal: As of `_former`, `refuse_adapter` or `rewritten`.
             Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `rewritten`.
         """
         found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
         with self._within_reach():
+            refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
             return rewritten(self._former, found) if self._former else found
 
     @property
@@ -399,10 +433,12 @@ def position_limit(sources: Sequence[Source]) -> int | None:
     return min((limit for source in sources if (limit := source.max_positions)), default=None)
 
 
-def _number(value: dict[str, Any]) -> Any:
-    """Decode a number that JSON cannot hold, as transformers writes it: {"__float__": "Infinity"}."""
+def _object(value: dict[str, Any]) -> Any:
+    """An object of a config without `_OF_A_RUN`, or a number that JSON cannot hold, as transformers writes it."""
     tag = value.get("__float__") if len(value) == 1 else None
-    return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value
+    if tag in ("Infinity", "-Infinity", "NaN"):
+        return float(tag)
+    return {key: entry for key, entry in value.items() if key not in _OF_A_RUN}
 
 
 def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[int, ...]:

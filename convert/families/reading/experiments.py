@@ -56,7 +56,8 @@ def _found_or_refused(config: Any) -> Family | Refusal:
     except Unread as why:
         blamed = _blamed(config) if isinstance(why, Unexplained) else None
         reason = f"it would be read without {blamed}" if blamed else str(why)
-        hint = "`convert eval` measures it all the same; `convert families` lists the types that can be read"
+        runs = "`convert eval` measures it all the same; " if isinstance(why, Unexplained) else ""
+        hint = f"{runs}`convert families` lists the types that can be read"
         return Refusal(f"model type {config.model_type!r} cannot be read: {reason}", hint=hint)
 
 
@@ -64,6 +65,7 @@ def _found(config: Any) -> Family:
     if not has_class(config):
         raise Unread("transformers has no language model of it")
     with _running():
+        AttentionSpec.from_config(config)  # whose reason says more than that of a twin without it
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     family = _inside(config, twin) or _like_a_row(config, twin)
@@ -95,7 +97,7 @@ def _running() -> Iterator[None]:
     except Unread:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {one_line(error, 160)}"
+        said = f"{type(error).__name__}: {one_line(error, 300)}"
         raise Unread(f"a small model of its class does not run ({said})") from None
 
 
@@ -167,7 +169,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
 def _blamed(config: Any) -> str | None:
     """A field of the config, and its value, without which the type could be read; None if no single one is."""
     for name, value in vars(config).items():
-        if name.startswith("_") or isinstance(value, (str, dict, list)) or not value or _SIZES.search(name):
+        if name.startswith("_") or not isinstance(value, (bool, int, float)) or not value or _SIZES.search(name):
             continue
         for without in (False,) if value is True else (None, type(value)()):
             changed = copy.deepcopy(config)

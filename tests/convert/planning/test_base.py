@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import edit
+import torch
+from written import Make, damage, edit
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -18,10 +19,12 @@ from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
 from convert.planning.base import Plan, convertible, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
+from convert.planning.describe import inspection
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentRequest
 from convert.planning.texts import texts_of
+from eval.inputs.loading import load
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
@@ -119,6 +122,26 @@ def test_what_is_quantised_can_be_read_but_not_converted(changes: dict[str, Any]
     with pytest.raises(Refusal) as caught:
         convertible(made)
     assert message in f"{caught.value} {caught.value.hint}"
+
+
+GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
+def test_what_only_says_that_it_is_quantised_is_told_to_leave_that_out(checkpoint: Make) -> None:
+    source = Source.parse(str(edit(checkpoint(), **GPTQ)))
+    with pytest.raises(Refusal, match=r"says in quantization_config that it is quantised \(gptq\), and none of its") as caught:
+        convertible(source)
+    assert caught.value.hint == "if they were merged or dequantised, take quantization_config out"
+    assert "take quantization_config out" in str(inspection(source))
+    with pytest.raises(Refusal, match="and none of its weights is"), load(source):
+        pass
+
+
+def test_what_is_quantised_is_told_apart_by_its_files(checkpoint: Make) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    packed = damage(checkpoint(), lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(Refusal, match=r"is quantised \(gptq\)$"):
+        convertible(Source.parse(str(edit(packed, **GPTQ))))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "deepseek_v3"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import attention
 from attention.errors import Refusal
 from eval.inputs.layouts import found_among, names_in
 from eval.inputs.source import Source
@@ -62,6 +64,34 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
     found = found_among(names_in(tmp_path), tmp_path)
     assert found is not None
     assert found[0] == "an adapter (adapter_config.json; its base model is nobody/base)"
+
+
+@pytest.mark.parametrize("beside", [("model.safetensors",), ("model.safetensors", "adapter_model.safetensors")])
+def test_an_adapter_beside_a_model_is_refused(beside: tuple[str, ...], tmp_path: Path) -> None:
+    """Where peft is installed, transformers would add it to the weights, and a conversion would not."""
+    source = Source.parse(str(laid(tmp_path, "config.json", "adapter_config.json", *beside)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(Refusal, match=r"holds an adapter beside its model \(adapter_config\.json\)") as caught:
+        _ = source.config
+    assert caught.value.hint == "merge it, or, if the weights have it already, take adapter_config.json out"
+    with pytest.raises(Refusal, match="an adapter beside its model"):
+        attention.load(tmp_path)
+
+
+def test_an_adapter_in_a_repository_of_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(*_: Any, allow_patterns: list[str], **__: Any) -> str:
+        return str(tmp_path / ("config" if allow_patterns == ["config.json"] else "whole"))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: ["model.safetensors"])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for directory in (laid(tmp_path / "config", "config.json"), laid(tmp_path / "whole", "config.json", "adapter_config.json")):
+        (directory / "config.json").write_text('{"model_type": "llama"}')
+    source = Source.parse("nobody/tiny")
+    assert source.config.model_type == "llama"
+    with pytest.raises(Refusal, match="nobody/tiny holds an adapter beside its model"):
+        _ = source.files
 
 
 def test_a_repository_of_the_hub_is_named_by_its_list_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
 from written import Make, damage, edit
 
@@ -28,6 +30,13 @@ MISFITS: dict[str, tuple[str, list[str], bool, str, str]] = {
     "adapter": (Q, [Q.replace("weight", "base_layer.weight")], False, "as PEFT names", "model.merge_and_unload()"),
     "module.": (Q, [f"module.{Q}"], False, "it puts module. before all names, as DistributedDataParallel does", "'module.'"),
     "compiled": (Q, [f"_orig_mod.{Q}"], False, "it puts _orig_mod. before all names, as torch.compile does", "'_orig_mod.'"),
+    "compiled and more": (Q, [f"_orig_mod.module.{Q}"], False, "module. before all names, as torch.compile", "module.'"),
+    "compiled, with a tied head": (HEAD, ["_orig_mod.model.norm.weight"], True, "as torch.compile names modules", "re.sub"),
+    "checkpointed layers": (
+        Q, ["model.layers.0._checkpoint_wrapped_module.self_attn.q_proj.weight"], True,
+        "as activation checkpointing names modules", "take that out of all names",
+    ),
+    "a module inside": (Q, ["model.layers.0.module.a.weight"], True, "as DistributedDataParallel names modules", "re.sub"),
     "some prefix": (Q, [f"a.b.{Q}"], False, "; it puts a.b. before all names", "n.removeprefix('a.b.')"),
     "base model": (Q, [Q.removeprefix("model.")], False, "as a base model saved without its head does", HEADLESS),
     "tied base model": (Q, [Q.removeprefix("model.")], True, "as a base model", "AutoModelForCausalLM.from_pretrained(DIR)"),
@@ -65,6 +74,68 @@ def test_an_evaluation_says_so_too(case: str, checkpoint: Make) -> None:
     source = Source.parse(str(edit(damage(checkpoint(tie_word_embeddings=False), change), **config)))
     with pytest.raises(Failure, match=said), load(source, device="cpu"):
         pass
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_of_another_machine_is_not_asked_for(key: str, checkpoint: Make) -> None:
+    source = Source.parse(str(edit(checkpoint(), **{key: "flash_attention_2"})))
+    assert key not in json.dumps(source.raw)
+    with load(source, device="cpu") as model:
+        assert model.config._attn_implementation == "sdpa"
+
+
+NORM = "model.norm.weight"
+SHAPED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    "another shape": (lambda t: t.update({NORM: torch.ones(3)}), {}, f"{NORM} is [3], by the config it is [64]", OTHER_MODEL),
+    "ZeRO-3": (
+        lambda t: t.update({NORM: torch.empty(0)}),
+        {},
+        f"{NORM} is [0], by the config it is [64]",
+        "DeepSpeed's ZeRO-3",
+    ),
+    "heads": (
+        lambda t: None,
+        {"num_key_value_heads": 2},
+        "k_proj.weight is [32, 64], by the config it is [16, 64]",
+        OTHER_MODEL,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHAPED)
+def test_an_evaluation_names_a_tensor_of_another_shape(case: str, checkpoint: Make) -> None:
+    change, config, said, step = SHAPED[case]
+    source = Source.parse(str(edit(damage(checkpoint(), change), **config)))
+    with pytest.raises(Failure) as caught, load(source, device="cpu"):
+        pass
+    assert said in str(caught.value)
+    assert step in str(caught.value.hint)
+
+
+def test_experts_that_do_not_fit_together_are_no_riddle(checkpoint: Make) -> None:
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    source = damage(checkpoint("mixtral"), lambda t: t.update({name: t[name][:2].clone()}))
+    with pytest.raises(Failure, match="do not fit together as its config says"), load(Source.parse(str(source)), device="cpu"):
+        pass
+
+
+def test_an_evaluation_refuses_a_stale_copy_of_a_tensor(checkpoint: Make) -> None:
+    source = checkpoint(shard="20KB")
+    first, last = (sorted(source.glob("model-*.safetensors"))[place] for place in (0, -1))
+    copied = load_file(first)
+    name = min(copied)
+    save_file(load_file(last) | {name: copied[name] + 1}, last, {"format": "pt"})
+    with pytest.raises(Failure, match=f"both hold tensor {name}, with other values"), load(Source.parse(str(source))):
+        pass
+
+
+def test_an_index_without_metadata_is_named(checkpoint: Make) -> None:
+    source = checkpoint(shard="20KB")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index["weight_map"]}))
+    with pytest.raises(Failure, match="has no metadata") as caught, load(Source.parse(str(source))):
+        pass
+    assert caught.value.hint == 'add "metadata": {} to it'
 
 
 def test_a_pickled_model_is_no_weights_and_torch_does_not_say_how_to_run_it(tmp_path: Path) -> None:

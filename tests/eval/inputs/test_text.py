@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +17,7 @@ import torch
 from tiny import save_tokenizer, sentencepiece_style
 
 from attention.errors import Failure, Refusal
+from eval.inputs import large_file
 from eval.inputs.text import Text, Tokens, about_tokens, load_dataset, read_file, tokenize
 
 
@@ -51,6 +55,44 @@ def test_a_file_that_is_not_utf8_fails_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "novel.txt").write_bytes("Größe".encode("latin-1"))
     with pytest.raises(Failure, match=r"novel\.txt is not UTF-8 text: invalid \w+ byte at byte 2$"):
         read_file(tmp_path / "novel.txt")
+
+
+@pytest.mark.parametrize("content", ["The quick brown fox".encode("utf-16-le"), b"The quick brown fox \0 jumps"])
+@pytest.mark.parametrize("large", [False, True])
+def test_nuls_are_no_text(large: bool, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UTF-16 without a mark passes as UTF-8."""
+    (tmp_path / "novel.txt").write_bytes(b"a line\n" * 9 + content + b"\na line" * 9)
+    if large:
+        monkeypatch.setattr(large_file, "LARGE", 1)
+    with pytest.raises(Failure, match=rf"not UTF-8 text: a NUL at byte {63 + content.index(0)}$"):
+        read_file(tmp_path / "novel.txt")
+    with pytest.raises(Failure, match=rf"not UTF-8 text: a NUL at byte {63 + content.index(0)}$"):
+        large_file.excerpts(tmp_path / "novel.txt", 10**6)
+
+
+def test_a_device_without_an_end_is_not_read_to_its_end() -> None:
+    with pytest.raises(Failure, match=r"/dev/zero is not UTF-8 text: a NUL at byte 0$"):
+        read_file(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_pipe_is_read_up_to_a_limit(endless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_file, "LARGE", 2**16)
+    os.mkfifo(tmp_path / "pipe")
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), (tmp_path / "pipe").open("wb") as pipe:
+            while pipe.write(b"It was a bright cold day. ") and endless:
+                pass
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    if endless:
+        with pytest.raises(Failure, match="is no regular file, and holds more than 65,536 bytes, or has no end"):
+            read_file(tmp_path / "pipe")
+    else:
+        assert read_file(tmp_path / "pipe").text == "It was a bright cold day. "
+    writer.join()
 
 
 def test_a_file_that_is_not_there_fails_with_the_reason(tmp_path: Path) -> None:

@@ -23,14 +23,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from written import Convert, Logits, ok, refused, weights
+from written import Convert, Logits, damage, edit, ok, refused, weights
 
 import attention
 from attention.errors import Refusal
 from convert.families import FAMILIES, UNREAD, reading
+from convert.families.reading import experiments
 from convert.families.reading.experiments import find
 from convert.families.reading.found import Found
 from convert.families.reading.twin import Twin, disproof
+from convert.planning.base import convertible
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 
@@ -122,6 +124,24 @@ def test_a_refusal_says_what_is_in_the_way(model_type: str, why: str) -> None:
     with pytest.raises(Refusal) as refused:
         find(AutoConfig.for_model(model_type))
     assert why in str(refused.value)
+    assert "convert eval" not in str(refused.value.hint), "most of these cannot be measured either"
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_text"])
+def test_layers_of_different_heads_are_the_reason(model_type: str) -> None:
+    with pytest.raises(Refusal, match=r"model type 'gemma4_text' has layers that differ in head_dim\)$") as refused:
+        find(AutoConfig.for_model(model_type))
+    assert refused.value.hint == "`convert families` lists the types that can be read"
+
+
+def test_a_type_that_cannot_be_read_may_have_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a field to blame takes numbers alone."""
+    monkeypatch.setattr(experiments, "disproof", lambda *_: "it is another attention")
+    config = small("dots1")
+    config.dtype = torch.bfloat16
+    with pytest.raises(Refusal, match="cannot be read: it is another attention") as refused:
+        find(config)
+    assert "`convert eval` measures it all the same" in str(refused.value.hint)
 
 
 def test_far_queries_that_are_scaled_are_named() -> None:
@@ -290,6 +310,22 @@ def test_such_a_decoder_becomes_one_with_a_latent(model_type: str, convert: Conv
     assert model.config.text_config.model_type == "deepseek_v3"
     for name, tensor in model.state_dict().items():
         assert (".language_model.layers." in name and ".self_attn." in name) or torch.equal(tensor, before[name])
+
+
+def test_what_a_decoder_inside_says_of_itself_is_read_as_at_the_top(tmp_path: Path) -> None:
+    source = saved_seeing("llava", tmp_path)
+    text = json.loads((source / "config.json").read_text())["text_config"]
+    edit(source, text_config=text | {"_attn_implementation": "flash_attention_2"})
+    with load(Source.parse(str(source)), device="cpu") as model:
+        assert model.config.text_config._attn_implementation == "sdpa"
+    edit(source, text_config=text | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    stale = Source.parse(str(source))
+    for refuse in (lambda: convertible(stale), lambda: load(stale).__enter__()):
+        with pytest.raises(Refusal, match=r"says in text_config\.quantization_config that it is quantised \(gptq\)"):
+            refuse()
+    damage(source, lambda tensors: tensors.update({min(tensors): tensors[min(tensors)].to(torch.int8)}))
+    with pytest.raises(Refusal, match=r"is quantised \(gptq\)$"):
+        convertible(Source.parse(str(source)))
 
 
 @pytest.mark.parametrize(
