@@ -99,11 +99,6 @@ class Reader:
         """The weight file that a tensor is in."""
         return self._file_of[name]
 
-    def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of each file of weights; a resumed run must find them unchanged."""
-        stats = {file: (self._directory / file).stat() for file in self.files}
-        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
-
     def _rename(self, names: Mapping[str, str]) -> None:
         new = {name: names.get(name, name) for name in self.infos}
         self._stored = {new[name]: name for name in self.infos}
@@ -148,6 +143,12 @@ class Reader:
                 raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor", hint=_AGAIN)
         if extra := sorted(set(self.infos) - set(index)):
             raise Failure(f"{self._file_of[extra[0]]} holds tensor {extra[0]}, and the index does not list it", hint=_AGAIN)
+
+
+def fingerprint(directory: Path) -> dict[str, list[int]]:
+    """Size and modification time of each weight file of a checkpoint, by which a change of it is noticed. Raises as `Reader`."""
+    stats = {file: (directory / file).stat() for file in _weight_files(directory)[0]}
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
 class _Pickle:
