@@ -146,7 +146,7 @@ class Reader:
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
-    """Size and modification time of each weight file of a checkpoint, by which a change of it is noticed. Raises as `Reader`."""
+    """Size and modification time of each weight file of a checkpoint, which tell of a change. Raises as `Reader`."""
     stats = {file: (directory / file).stat() for file in _weight_files(directory)[0]}
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
