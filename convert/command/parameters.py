@@ -68,10 +68,8 @@ class Shares(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             shares = ()
         if not shares or not all(0 < share <= MOST_SHARE for share in shares):
-            said = (
-                f"{value!r} is not a list of shares: give a number above 0 and at most {MOST_SHARE:g} for each text, as in 1,2"
-            )
-            self.fail(said, param, ctx)
+            numbers = f"a number above 0 and at most {MOST_SHARE:g}"
+            self.fail(f"{value!r} is not a list of shares: give {numbers} for each text, as in 1,2", param, ctx)
         return shares
 
 
