@@ -211,8 +211,8 @@ def _swept(
     found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
     ledger.require_unchanged()
     report.write(found, directory / REPORT)
-    for made in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as `execute` names them: anything else there is the user's
-        shutil.rmtree(made, ignore_errors=True)
+    for kept in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as `execute` names them: anything else there is the user's
+        shutil.rmtree(kept, ignore_errors=True)
     with contextlib.suppress(OSError):
         (directory / _SURVEY).rmdir()
     return found
