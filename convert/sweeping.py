@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -23,7 +24,7 @@ from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import Method, TextUse
 from convert.output.destination import Output, check_output, partial_path, read_provenance
-from convert.output.life import explained
+from convert.output.life import explained, watched
 from convert.output.lock import exclusive
 from convert.planning.base import Plan, convertible
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
@@ -32,7 +33,6 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentRequest
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.reader import Reader
 from eval.inputs.sealed import seal, unsealed
 from eval.inputs.source import Source
 from eval.inputs.text import Text
@@ -45,7 +45,7 @@ from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
-_LEDGER, REPORT = "sweep.json", "report"  # in DIR
+_LEDGER, REPORT, _SURVEY = "sweep.json", "report", "survey"  # in DIR
 
 
 @dataclass(frozen=True)
@@ -201,15 +201,20 @@ def _swept(
     source = plans[0].source
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
+        ledger.require_unchanged()
         if ledger.has(plan):
             made(decided(plan, read_provenance(plan.output.path)))
             continue
         noted = partial(ledger.note, plan)
-        made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)
+        made(execute(plan, None, progress, directory / _SURVEY, noted, foretold=True, heal=heal_result).plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
     found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
+    ledger.require_unchanged()
     report.write(found, directory / REPORT)
-    shutil.rmtree(directory / "survey", ignore_errors=True)
+    for kept in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as `execute` names them: anything else there is the user's
+        shutil.rmtree(kept, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (directory / _SURVEY).rmdir()
     return found
 
 
@@ -335,6 +340,7 @@ class _Ledger:
 
     Attributes:
         texts: That its plans calibrate on; None if none does.
+        require_unchanged: Raises `Failure` once the source's weights are not those that the inputs are of.
 
     Raises:
         Failure: A text cannot be read, or is shorter than one block.
@@ -343,10 +349,10 @@ class _Ledger:
     def __init__(self, directory: Path, plans: Sequence[Plan]) -> None:
         self._path, self._entries = directory / _LEDGER, _noted(directory)
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
-        reader = Reader(source.files)
+        self.require_unchanged = watched([source])
         self.texts = texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
         inputs = {
-            plan.output.path.name: inputs_of(plan, reader, texts if plan.calibration else None)
+            plan.output.path.name: inputs_of(plan, texts if plan.calibration else None)
             | {"heal": plan.calibration.heal if plan.calibration else None}
             for plan in plans
         }

@@ -138,6 +138,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             hint = signature.parameters[name].annotation
             if not _fits(value, hint):
                 raise Refusal(f"{name} is {value!r:.80}, of type {type(value).__name__}; it must be {_named(hint)}")
+            if value == "" and Path in parts(hint):  # pathlib takes it for the current directory
+                raise Refusal(f"{name} is empty; it must be a path")
         bound.apply_defaults()
         values = {name: option.value(bound.arguments[name]) for name, option in options.items()}
         return function(*bound.args, **(bound.kwargs | values))

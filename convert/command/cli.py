@@ -228,7 +228,7 @@ def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 @main.command(name="sweep")
 @parameters.model
-@click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("output", metavar="DIR", type=parameters.Directory(path_type=Path))
 @parameters.of(options.Sweep)
 def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Convert MODEL to many targets with many methods, and compare them.
@@ -369,7 +369,7 @@ def cache(action: str, as_json: bool, **given: Any) -> None:
 @main.command()
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=parameters.Directory(file_okay=False, path_type=Path),
     default="kvfold-demo",
     show_default=True,
     help="Directory for the results and the report.",

@@ -13,7 +13,7 @@ import click
 
 from attention.errors import Refusal
 from eval.arguments import Option, options_of, parts
-from eval.inputs.text import SELF
+from eval.inputs.text import MOST_SHARE, SELF
 from eval.options import Reading
 
 _NUMBERS: Any = ((int, click.INT, click.IntRange), (float, click.FLOAT, click.FloatRange))
@@ -48,8 +48,15 @@ class TextFile(click.Path):
         return value if isinstance(value, str) and value == SELF else super().convert(value, param, ctx)
 
 
+class Directory(click.Path):
+    """A directory that is written. pathlib takes an empty string for the current one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.fail("it is empty: name a directory", param, ctx) if value == "" else super().convert(value, param, ctx)
+
+
 class Shares(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated numbers above 0."""
+    """Comma-separated numbers above 0 and at most `MOST_SHARE`."""
 
     name = "shares"
 
@@ -60,8 +67,9 @@ class Shares(click.ParamType):  # type: ignore[type-arg]
             shares = tuple(map(float, str(value).split(",")))
         except ValueError:
             shares = ()
-        if not shares or not all(0 < share < math.inf for share in shares):
-            self.fail(f"{value!r} is not a list of shares: give a number above 0 for each text, as in 1,2", param, ctx)
+        if not shares or not all(0 < share <= MOST_SHARE for share in shares):
+            numbers = f"a number above 0 and at most {MOST_SHARE:g}"
+            self.fail(f"{value!r} is not a list of shares: give {numbers} for each text, as in 1,2", param, ctx)
         return shares
 
 
@@ -111,7 +119,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 
 
 model, models = click.argument("model"), click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-output = click.argument("output", type=click.Path(path_type=Path))
+output = click.argument("output", type=Directory(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _verbosity: tuple[Decorator, ...] = (
     click.option("-v", "--verbose", is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
@@ -199,7 +207,7 @@ def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]
     if option.file:
         return (TextFile if _texts(option) else click.Path)(exists=True, dir_okay=False, path_type=Path)
     if option.directory:
-        return click.Path(exists=option.directory == "old", file_okay=False, path_type=Path)
+        return Directory(exists=option.directory == "old", file_okay=False, path_type=Path)
     if _mapping(option):
         return Gpu()
     each = _single(option)

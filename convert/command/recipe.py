@@ -196,7 +196,10 @@ def _line(chosen: dict[str, Any], known: dict[str, click.Parameter], step: str) 
     for key, parameter in known.items():
         if key not in chosen:
             if isinstance(parameter, click.Argument) and parameter.required:
-                raise Refusal(f"{step} of the recipe: {key} is missing")
+                word = "DIR" if isinstance(parameter.type, click.Path) else key.upper()
+                raise Refusal(
+                    f"{step} of the recipe: {key} is missing", hint=f"add it to the recipe, or give --set {key}={word}"
+                )
             continue
         if isinstance(parameter, click.Argument):
             arguments += _values(parameter, key, chosen[key], step)

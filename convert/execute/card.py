@@ -11,6 +11,7 @@ from convert.output.card import command_line, render
 from convert.planning.base import Plan
 from convert.planning.texts import as_options
 from eval.inputs.overlap import WARN_ABOVE
+from eval.report.sections import loss_text
 from eval.terminal.escapes import markdown
 
 
@@ -39,6 +40,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         protocol=evaluation["protocol"] if evaluation else None,
         compared=compared(evaluation["models"]) if evaluation else [],
         loading=provenance["loading"],
+        loss_text=loss_text,
     )
 
 

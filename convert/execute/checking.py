@@ -23,11 +23,12 @@ from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.quality.perplexity import Score, add, batches, logits_of
 from eval.quality.protocol import Block
+from eval.report.sections import LARGE, meaning
 from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
-_WARN, _WORST = 1.0, 5.0  # nats: beyond the first a result is hardly of use, beyond the second of none
+_WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
 
 
@@ -127,6 +128,7 @@ def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
             return
         worse = loss + one["source_nats"] > even
         said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
+        said += f" ({meaning(loss)})"
         said += ", and is worse than an even guess" if worse else ""
         if (loss > _WORST or worse) and not plan.accepts_any_loss:
             raise NotPublished(

@@ -43,7 +43,7 @@ from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.reader import Reader, TensorInfo
+from eval.inputs.reader import Reader, TensorInfo, fingerprint
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import rough
@@ -133,10 +133,10 @@ class _Conversion(Task):
         """No other process waits."""
 
     def inputs(self) -> dict[str, Any]:
-        return inputs_of(self.plan, self.reader, self.texts)
+        return inputs_of(self.plan, self.texts)
 
     def source_files(self) -> dict[str, Any]:
-        return self.reader.fingerprint()
+        return fingerprint(self.plan.source.files)
 
     def foretell(self, evaluated: int) -> float | None:
         return None if self.foretold else foretell_conversion(self.plan, self.texts.count if self.texts else 0, evaluated)
@@ -172,7 +172,7 @@ class _Conversion(Task):
         if self.statistics_in is None:
             return work.survey
         source = self.plan.source
-        made_from = [str(source.files), source.raw, self.reader.fingerprint(), *of, str(device_of(self.plan)), versions()]
+        made_from = [str(source.files), source.raw, self.source_files(), *of, str(device_of(self.plan)), versions()]
         directory = self.statistics_in / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
         directory.mkdir(parents=True, exist_ok=True)
         return directory
@@ -266,7 +266,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     return lambda layer: replace(found()(layer), context=seen.calibration.max_context)
 
 
-def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str, Any]:
+def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
     """Everything that the result's bytes depend on, which `--resume` compares."""
     return {
         **_settings(plan),
@@ -274,7 +274,7 @@ def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str,
         "device": str(device_of(plan)),
         "rough_products_in": str(rough(device_of(plan))),
         "config": plan.source.raw,
-        "files": reader.fingerprint(),
+        "files": fingerprint(plan.source.files),
         "calibration_hashes": texts.hashes if texts else [],
         "rows_to_write": plan.calibration.rows_to_write if plan.calibration else 0,
         "versions": versions(),

@@ -9,6 +9,7 @@ from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN
 from convert.planning.describe import expected_line
 from convert.planning.texts import names_of
+from eval.report.sections import loss_text
 
 _TRAINS = {
     "attention": "the attention and the norms before it",
@@ -61,7 +62,7 @@ def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> st
     kl = f"KL{_largest(found['top_k'])} {before['kl']:.4f} → {after['kl']:.4f}"
     lines = [
         f"on {found['held_out_tokens']} tokens of it that no step saw: {kl}, "
-        f"loss over the teacher {before['loss_nats']:+.4f} → {after['loss_nats']:+.4f} nats",
+        f"loss over the teacher {before['loss_nats']:+.4f} → {loss_text(after['loss_nats'])}",
     ]
     if not provenance["tensors"]["healed"]:
         lines.append("the weights are those of the converted checkpoint: there was nothing to gain")
@@ -69,7 +70,7 @@ def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> st
         source, *others = provenance["evaluation"]["models"]
         lines.append(f"perplexity on {source['tokens']} tokens of {provenance['evaluation']['protocol']['text']}: ")
         lines[-1] += f"source {source['perplexity']:.4g}, " + ", ".join(
-            f"{entry['name']} {entry['perplexity']:.4g} ({entry['loss_nats']:+.4f} nats)" for entry in others
+            f"{entry['name']} {entry['perplexity']:.4g} at {loss_text(entry['loss_nats'])}" for entry in others
         )
     return "\n".join([*_lines(plan, passes), *lines, f"written to {plan.output.path}"])
 

@@ -34,7 +34,7 @@ from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.reader import SAFETENSORS, Reader
+from eval.inputs.reader import SAFETENSORS, Reader, fingerprint
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import OWN_TEXT, Text, Tokens
 from eval.machine.device import compute_device, free_memory
@@ -191,7 +191,7 @@ class _Healing(Task):
             "device": str(compute_device(plan.device)),
             "computes_in": str(computes_in(plan)),
             "config": plan.converted.raw,
-            "files": self.reader.fingerprint(),
+            "files": fingerprint(self.plan.converted.files),
             "teacher_files": self._teacher_files,
             "texts": [{"hash": one["hash"], "share": one["share"]} for one in self.texts.facts],
             "rows_to_write": self.texts.rows_to_write,
@@ -199,12 +199,12 @@ class _Healing(Task):
         }
 
     def source_files(self) -> dict[str, Any]:
-        return self.reader.fingerprint() | self._teacher_files
+        return fingerprint(self.plan.converted.files) | self._teacher_files
 
     @property
     def _teacher_files(self) -> dict[str, list[int]]:
         """The fingerprint of the teacher's weights."""
-        return {f"teacher/{file}": values for file, values in Reader(self.plan.teacher.files).fingerprint().items()}
+        return {f"teacher/{file}": values for file, values in fingerprint(self.plan.teacher.files).items()}
 
     def foretell(self, evaluated: int) -> float | None:
         """One process writes and evaluates, all share everything else that takes long."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from convert.output.destination import Output, check_output, read_provenance
 from convert.output.lock import exclusive
 from convert.output.provenance import Clock, write_card, write_provenance
 from convert.output.workdir import WorkDirectory
+from eval.inputs.reader import fingerprint
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import prepare, report_of
@@ -130,9 +131,7 @@ def carry_out(
     """
     path, resume, overwrite = output.path, output.resume, output.overwrite
     with exclusive(path):
-        for source in models:
-            check_output(path, source.directory, overwrite, resume)  # again, now that no other run writes
-        clock = Clock()
+        clock, require_unchanged = Clock(), watched(models)
         evaluated = prepare(models, held_out.text, held_out.settings)[1] if held_out else None
         task = begin(evaluated)
         if resume and not overwrite and task.is_finished():
@@ -141,6 +140,8 @@ def carry_out(
             published()
             return read_provenance(path)
         task.check()
+        for source in models:  # again, now that no other run writes
+            check_output(path, source.directory, overwrite, resume)
         with explained(task.noun, path), WorkDirectory.opened(path, task.inputs(), resume, overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
                 provenance = read_provenance(path)
@@ -159,6 +160,11 @@ def carry_out(
                 write_card(work.path, task.card(provenance))
                 provenance |= {"run": clock.run(path, task.source_files(), expected)}
                 write_provenance(work.path, provenance)
+                try:
+                    require_unchanged()
+                except Failure:
+                    work.discard()  # no run can go on from a mixture
+                    raise
                 work.publish()
             published()
             work.discard()
@@ -174,6 +180,25 @@ def explained(noun: str, path: Path) -> Iterator[None]:
         raise Interrupted("interrupted", hint=f"the same command with --resume finishes the {noun}") from None
     except OSError as error:
         raise Failure(f"the {noun} to {path} stopped: {error}", hint="fix the cause and rerun with --resume") from None
+
+
+def watched(models: Sequence[Source]) -> Callable[[], None]:
+    """What raises `Failure` once a weight file of the models is not as it is now: work is not to read two states of one."""
+
+    def found() -> dict[str, list[int]]:
+        return {str(model.files / name): stat for model in models for name, stat in fingerprint(model.files).items()}
+
+    before = found()
+
+    def require_unchanged() -> None:
+        now = found()
+        if changed := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+            raise Failure(
+                f"{changed[0]} has changed since this run began, so what was made of it is of no use",
+                hint="begin again once nothing writes to the model any more",
+            )
+
+    return require_unchanged
 
 
 def _formats(provenance: dict[str, Any], models: tuple[Source, ...]) -> tuple[str, ...]:

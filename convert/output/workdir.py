@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ class WorkDirectory:
     """
 
     def __init__(self, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        self._output = output
+        self._output = output.resolve()  # now: what appears later may be a link
         self._root = partial_path(output)
         self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
         self._kept = False
@@ -61,8 +62,9 @@ class WorkDirectory:
         self.published = begun is not None and is_published(self._root) and output.exists()
         if self.published:
             return
-        if (self._root / _REPLACED).exists() and not output.exists():  # restore the replaced checkpoint
-            (self._root / _REPLACED).rename(output.resolve())
+        if restored := (self._root / _REPLACED).exists() and not os.path.lexists(self._output):
+            (self._root / _REPLACED).rename(self._output)
+        self._replaceable = _content(self._output) if overwrite or restored else {}
         if begun is None:
             self.discard()
         elif (self._root / PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
@@ -168,18 +170,35 @@ class WorkDirectory:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def publish(self) -> None:
-        """Move the checkpoint to OUTPUT. One that it replaces is moved here first. The caller discards what is left."""
-        output = self._output.resolve()
+        """Move the checkpoint to OUTPUT. One that it replaces is moved here first. The caller discards what is left.
+
+        Raises:
+            Failure: Something is there that may not be replaced: it has appeared or changed since this run began.
+        """
         sync_tree(self.path)
         self.keep()
         (self._root / INPUTS).replace(self._root / PUBLISHED)
         sync_directory(self._root)
-        if output.exists():
+        if self._replaceable and _content(self._output) == self._replaceable:
             shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # left by a run that was stopped at this point
-            output.rename(self._root / _REPLACED)
-        self.path.rename(output)
+            self._output.rename(self._root / _REPLACED)
+        try:
+            self.path.rename(self._output)  # which the system refuses over all but an empty directory
+        except OSError:
+            if not os.path.lexists(self._output):
+                raise
+            raise Failure(
+                f"OUTPUT {self._output} is in the way: it has appeared or changed since this run began",
+                hint="move it away; then the same command with --resume publishes the result, which is complete",
+            ) from None
         sync_directory(self._root)
-        sync_directory(output.parent)
+        sync_directory(self._output.parent)
+
+
+def _content(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Kind, size and modification time of what is at a path and in it, links not followed; {} if nothing is."""
+    there = [path, *path.rglob("*")] if os.path.lexists(path) else []
+    return {str(one): (stat.st_mode, stat.st_size, stat.st_mtime_ns) for one in there for stat in [one.lstat()]}
 
 
 def _short(value: Any) -> str:

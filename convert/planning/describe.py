@@ -20,6 +20,7 @@ from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from eval.inputs.former import FORMERS
 from eval.machine.forecast import duration
+from eval.report.sections import loss_text
 from eval.terminal.tables import bytes_text, table
 
 if TYPE_CHECKING:
@@ -366,7 +367,7 @@ def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:
 def _check_lines(provenance: Mapping[str, Any]) -> list[str]:
     if not (check := provenance.get("check")):
         return []
-    found = [f"{one['loss_nats']:+.3f} nats on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
+    found = [f"{loss_text(one['loss_nats'], '+.3f')} on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
     return [f"checked on text that was not fitted: {', '.join(found)}"]
 
 
@@ -375,7 +376,7 @@ def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
         return []
     source, *others = provenance["evaluation"]["models"]
     return [
-        f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} ({converted['loss_nats']:+.4f} nats) on "
+        f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} at {loss_text(converted['loss_nats'])} on "
         f"{converted['tokens']} tokens of {provenance['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
         f"top-1 agreement {converted['top1_agreement']:.1%}"
         + (f", with its cache in {form}" if (form := converted.get("cache_format")) else "")

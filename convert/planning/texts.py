@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import SELF, OneText, Text, TextGiven, about_tokens, load_dataset, read_file, text_of
+from eval.inputs.text import MOST_SHARE, SELF, OneText, Text, TextGiven, about_tokens, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
     """The texts that a user gives, in order; those of a data set come last, with a share of 1.
 
     Raises:
-        Refusal: A text is given twice, or a share is not a number above 0.
+        Refusal: A text is given twice, or a share is not a number above 0 and at most `MOST_SHARE`.
     """
     given = text if isinstance(text, Mapping) else {}
     found = [_named(name, share) for name, share in given.items()] if given else [] if text is None else [_one(text)]
@@ -85,8 +85,8 @@ def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
     if twice := [one.name for i, one in enumerate(found) if names[i] in names[:i]]:
         raise Refusal(f"the text {twice[0]} is given twice", hint="give it once, with a larger share")
     for one in found:
-        if not (isinstance(one.share, int | float) and 0 < one.share < math.inf):
-            raise Refusal(f"the share of {one.label} is {one.share}; it must be a number above 0")
+        if not (isinstance(one.share, int | float) and 0 < one.share <= MOST_SHARE):
+            raise Refusal(f"the share of {one.label} is {one.share}; it must be a number above 0 and at most {MOST_SHARE:g}")
     return tuple(found)
 
 

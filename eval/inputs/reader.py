@@ -104,11 +104,6 @@ class Reader:
         """The weight file that a tensor is in."""
         return self._file_of[name]
 
-    def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of each file of weights; a resumed run must find them unchanged."""
-        stats = {file: (self._directory / file).stat() for file in self.files}
-        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
-
     def _rename(self, names: Mapping[str, str]) -> None:
         new = {name: names.get(name, name) for name in self.infos}
         self._stored = {new[name]: name for name in self.infos}
@@ -168,6 +163,12 @@ class Reader:
 def _warn(said: str) -> None:
     """Warn once: a conversion reads its source several times."""
     _log.warning("%s", said)
+
+
+def fingerprint(directory: Path) -> dict[str, list[int]]:
+    """Size and modification time of each weight file of a checkpoint, which tell of a change. Raises as `Reader`."""
+    stats = {file: (directory / file).stat() for file in _weight_files(directory)[0]}
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
 class _Pickle:

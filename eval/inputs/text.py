@@ -22,6 +22,7 @@ _log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
 OneText = str | Path | Sequence[str]  # a file, or strings
 TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
+MOST_SHARE = 1e12  # of a text among several: so many tokens are never read, and sums of shares stay exact enough
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
 

@@ -21,7 +21,7 @@ from eval.machine.device import compute_device, require_device
 from eval.machine.forecast import Decoder, Work, foretell
 from eval.quality.cost import cache_figures
 from eval.quality.lockstep import Job, score_all
-from eval.quality.origin import identity, is_cached_in, seen_share
+from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.probes import PROBES
 from eval.quality.protocol import Protocol
@@ -81,7 +81,9 @@ def report_of(
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
     protocols, tokens = prepare(sources, text, settings)
+    known = remarks(sources, text, settings.max_tokens, tokens)
     sources, forms = _with_formats(sources, settings.cache_dtypes)
+    known += [[] for _ in sources[len(known) :]]  # what holds of a model is said of it once
 
     @cache
     def within(count: int) -> Tokens:
@@ -102,7 +104,9 @@ def report_of(
     return {
         "kvfold": version("kvfold"),
         "protocol": protocol_entry(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
-        "models": [entry | figures for entry, figures in zip(models.entries, quality[0], strict=True)],
+        "models": [
+            entry | {"remarks": said} | figures for entry, said, figures in zip(models.entries, known, quality[0], strict=True)
+        ],
         "other_contexts": [
             {
                 "context": protocol.context,

@@ -1,17 +1,22 @@
-"""How a model was made, and on which text, by its own conversion.json."""
+"""How a model was made, from what and on which text, by its conversion.json; whether the first one can be compared with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure
+from attention.errors import Failure, KvfoldError
 from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
+from eval.inputs.loading import tokens_of
 from eval.inputs.overlap import overlap
+from eval.inputs.reader import TOKENIZER_FILES, fingerprint
+from eval.inputs.sealed import checksum
 from eval.inputs.source import Source
-from eval.inputs.text import Tokens, reach
+from eval.inputs.text import Text, Tokens, reach
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -75,6 +80,82 @@ def _made(source: Source) -> dict[str, Any]:
             hint="restore it, or take it away: it only says how the model was made",
         )
     return made
+
+
+def remarks(sources: Sequence[Source], text: Text, first: int | None, tokens: Tokens) -> list[list[str]]:
+    """What to know of each model before its figures are compared with the first one's, as what follows its name in a sentence.
+
+    Args:
+        sources: The models.
+        text: The text that they are evaluated on.
+        first: How many of its tokens are; None for all.
+        tokens: These, by the first model's tokenizer.
+    """
+    of_tokenizers = [_of_tokenizer(source, sources[0], text, first, tokens) for source in sources]
+    return [[said for said in pair if said] for pair in zip(_of_lineages(sources), of_tokenizers, strict=True)]
+
+
+def _of_lineages(sources: Sequence[Source]) -> list[str]:
+    """Of each model, that the first one is not what it was made from, perhaps by way of others among them; "" if it is."""
+    made, first = list(map(_made, sources)), sources[0].name
+    stated = list(map(_stated_source, made))
+    if len(sources) == 1:
+        return [stated[0] and f"is compared with nothing: give {stated[0]}, which it was made from, before it"]
+    same = [{i for i, other in enumerate(sources) if other.files == source.files} for source in sources]
+    origins = [{i for i, other in enumerate(sources) if _is_source(other, one)} for one in made]
+    related = same[0]
+    for _ in sources:  # each time, what was made from these
+        related = related | {i for i, found in enumerate(origins) if found & related}
+    said = [one and f"was made from {one}, and {first} seems to be another model: give its own source first" for one in stated]
+    said = ["" if i in related else one for i, one in enumerate(said)]
+    for i in origins[0] - related:
+        said[i] = f"is what {first} was made from, so the losses are the wrong way round: give it first"
+    return said
+
+
+def _stated_source(made: Mapping[str, Any]) -> str:
+    """The model that conversion.json names as the source; "" without one."""
+    stated = made.get("source")
+    return str(stated.get("model") or "") if isinstance(stated, dict) else ""
+
+
+def _is_source(source: Source, made: Mapping[str, Any]) -> bool:
+    """Whether conversion.json means this model: by its weight files, else by its name and their sizes, as of a copy."""
+    if not (stated := _stated_source(made)):
+        return False
+    run = made.get("run")
+    files = run.get("source_files") if isinstance(run, dict) else None
+    files = {str(name): file for name, file in (files if isinstance(files, dict) else {}).items()}
+    teacher = {name.removeprefix("teacher/"): file for name, file in files.items() if name.startswith("teacher/")}
+    try:
+        now: dict[str, Any] = dict(fingerprint(source.files))
+    except (KvfoldError, OSError):  # whoever loads it says so
+        return False
+    before = teacher or files
+    if before == now:
+        return True
+    sizes = [{name: file[0] for name, file in one.items() if isinstance(file, list) and file} for one in (before or now, now)]
+    names = [Path(reference.partition("@")[0]).name for reference in (stated, source.reference)]  # without a revision
+    return sizes[0] == sizes[1] and names[0] == names[1]
+
+
+def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, tokens: Tokens) -> str:
+    """That a model's own tokenizer does not make these tokens, which are the first one's, of the text; "" if it does."""
+    if not source.has_tokenizer or _hashes(source) == _hashes(first):
+        return ""
+    try:
+        own = tokens_of(source, text, count)
+    except Failure as error:
+        return f"has another tokenizer than {first.name}, which makes no tokens of this text: {error}"
+    if (own.hash, own.bos) == (tokens.hash, tokens.bos):
+        return ""
+    return f"has another tokenizer than {first.name}, which makes other tokens of this text: its figures mean nothing"
+
+
+def _hashes(source: Source) -> dict[str, str]:
+    """Of the files of its tokenizer."""
+    files = [file for file in source.files.iterdir() if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
+    return {file.name: checksum(file) for file in files if file.is_file()}
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:

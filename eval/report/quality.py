@@ -17,7 +17,7 @@ from typing import Any
 from attention.errors import Failure, Refusal
 from eval.inputs.overlap import WARN_ABOVE
 from eval.report import curve
-from eval.report.sections import cache_format, fixed, perplexity_text, sections
+from eval.report.sections import LARGE, cache_format, fixed, loss_text, perplexity_text, sections
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -54,7 +54,7 @@ def to_markdown(report: Report) -> str:
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that was calibrated on parts of this text or for shorter contexts, or ran with other code."""
+    """What to know before the figures are believed, a sentence each."""
     context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -69,7 +69,16 @@ def _warnings(report: Report) -> list[str]:
         if (shorter := model.get("calibration_context") or context) < context
     ]
     unlike = [f"Warning: of {model['name']}, {note}." for model in report["models"] if (note := model.get("code"))]
-    return flattered + beyond + unlike
+    compared = [f"Warning: {model['name']} {said}." for model in report["models"] for said in model.get("remarks", [])]
+    return flattered + beyond + unlike + compared + _large_losses(report)
+
+
+def _large_losses(report: Report) -> list[str]:
+    """One sentence on all models that lose much, and one on what could be done."""
+    large = [model for model in report["models"] if model["loss_nats"] >= LARGE]
+    found = "; ".join(f"{model['name']} {loss_text(model['loss_nats'])}" for model in large)
+    step = "A larger cache loses less; healing (convert heal) makes up for a part."
+    return [f"Warning: large loss: {found}. {step}"] if found else []
 
 
 def _tokens(report: Report) -> str:

@@ -59,6 +59,21 @@ def fixed(value: float, spec: str = ".4f") -> str:
     return format(value, spec) if round(value, 4) else f"{0:.4f}"
 
 
+LARGE = 0.25  # nats from which on a loss is said in words, too: perplexity × 1.3
+_DOUBLED = math.log(2)  # of the perplexity
+
+
+def loss_text(nats: float, spec: str = "+.4f") -> str:
+    """A loss over the source, and what it means if it is large."""
+    return f"{fixed(nats, spec)} nats" + (f" ({meaning(nats)})" if nats >= LARGE else "")
+
+
+def meaning(nats: float) -> str:
+    """What a large loss means."""
+    factor = math.exp(min(nats, 700))  # which a float can hold
+    return f"perplexity × {factor:.2g}: expect {'text that is hardly of use' if nats >= _DOUBLED else 'worse text'}"
+
+
 def cache_format(model: Model) -> str:
     """The format that its cache was stored in; "" for a model as it is."""
     return model.get("cache_format") or ""
@@ -108,7 +123,8 @@ def _models(report: Report) -> Section:
         "better, but for these last two."
     )
     rows = [[printable(column.cell(model)) for column in COLUMNS] for model in report["models"]]
-    rows[0][0] += " (source)"
+    if any(model["path"] != report["models"][0]["path"] for model in report["models"]):
+        rows[0][0] += " (source)"
     return Section("models", "Models", [column.header for column in COLUMNS], rows, len(_IDENTITY), note)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -148,6 +149,34 @@ def test_two_sweeps_write_the_same_bytes(swept: Swept, convert: Convert, tmp_pat
     assert ok(convert("sweep", swept.source, out, *swept.command)).stdout == swept.said_of(out)
     for name in ("gqa-2-aligned", "gqa-1-mean"):
         same_but_for_the_run(out / name, swept.out / name)
+
+
+def test_a_directory_of_the_user_that_is_named_as_the_survey_stays(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    mine = tmp_path / "out" / "survey" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years")
+    ok(convert("sweep", checkpoint(), tmp_path / "out", "--groups", 2, "--methods", "aligned", *on, *held_out))
+    assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("when", ["between", "evaluated"])
+def test_a_source_that_changes_between_conversions_is_refused(
+    when: str, checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, name = checkpoint(), "execute" if when == "between" else "report_of"
+    work = getattr(module, name)
+
+    def changing(*given: Any, **more: Any) -> Any:
+        done = work(*given, **more)
+        os.utime(source / "model.safetensors", ns=(0, 0))
+        return done
+
+    monkeypatch.setattr(module, name, changing)
+    result = convert("sweep", source, tmp_path / "out", "--groups", "2,1", "--methods", "mean", *held_out)
+    refused(result, 1, "model.safetensors has changed since this run began")
+    assert sorted({"gqa-1-mean", "report"} & set(results(tmp_path / "out"))) == ([] if when == "between" else ["gqa-1-mean"])
 
 
 def test_without_targets_heads_are_halved_and_caches_shared_out(

@@ -56,6 +56,7 @@ def test_right_types_pass(given: dict[str, Any]) -> None:
         ({"pair": [(1, 2, 3)]}, "pair is"),
         ({"pair": "ab"}, "pair is"),
         ({"call": 3}, "call is 3"),
+        ({"text": ""}, "text is empty; it must be a path"),
     ],
 )
 def test_wrong_types_are_refused_by_name(given: dict[str, Any], message: str) -> None:

@@ -287,6 +287,11 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "text and none": ([*SMALL, "--text", "TEXT", "--no-text"], "give either a text to calibrate on or --no-text"),
     "too many shares": ([*SMALL, "--text", "TEXT", "--text-shares", "1,2"], "2 --text-shares for 1 --text"),
     "shares that are none": ([*SMALL, "--text", "TEXT", "--text-shares", "0"], "'0' is not a list of shares"),
+    "shares beyond numbers": (
+        [*SMALL, "--text", "TEXT", "--text", "self", "--text-shares", "1e308,1e308"],
+        "give a number above 0 and at most 1e+12 for each text",
+    ),
+    "a share that is none": ([*SMALL, "--text", "TEXT", "--text", "self", "--text-shares", "nan,1"], "is not a list of shares"),
     "a text twice": ([*SMALL, "--text", "TEXT", "--text", "TEXT"], "the same --text is given twice"),
     "context too long": (
         [*SMALL, "--method", "pca", "--text", "TEXT", "--calibration-context", 129],
@@ -353,6 +358,17 @@ def test_paths_that_cannot_be_used(checkpoint: Make, convert: Convert, tmp_path:
     refused(convert("gqa", source, tmp_path / "file", "--groups", 1), 2, "is a file")
     refused(convert("gqa", source, tmp_path / "file" / "out", "--groups", 1), 2, "lies in a file")
     refused(convert("gqa", "some/where", tmp_path / "out", "--groups", 1), 1, "cannot get 'some/where' from the Hub")
+
+
+@pytest.mark.parametrize(
+    "command", [["gqa", "M", ""], ["heal", "M", ""], ["sweep", "M", "", "--evaluate", "T"], ["demo", "--output", ""],
+                ["eval", "M", "--text", "T", "--output", ""], ["bench", "M", "--output", ""]],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_an_output_without_a_name_is_refused(command: list[str], convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "T").write_text("a text")
+    given = {"M": tmp_path, "T": tmp_path / "T"}
+    refused(convert(*(given.get(word, word) for word in command)), 2, "it is empty: name a directory")
 
 
 def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def refusal(lines: Lines, text: str | bytes, *settings: str) -> str:
     return message
 
 
+def test_what_a_recipe_lacks_can_be_set(lines: Lines) -> None:
+    """A conversion.json has no output."""
+    with pytest.raises(Refusal, match="output is missing") as caught:
+        lines('{"kvfold": "", "recipe": {"gqa": {"model": "m", "groups": 2}}}')
+    assert str(caught.value.hint).endswith("--set output=DIR")
+    with pytest.raises(Refusal, match="model is missing") as caught:
+        lines("gqa: {output: o}")
+    assert str(caught.value.hint).endswith("--set model=MODEL")
+
+
 # ---- what is a recipe ------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
 
 
 @pytest.mark.parametrize(("loss", "before", "warns", "stops"), [
-    (0.9, 2.0, False, False), (1.1, 2.0, True, False), (5.1, 0.1, True, True), (1.1, math.log(331) - 1.0, True, True),
+    (0.2, 2.0, False, False), (0.3, 2.0, True, False), (5.1, 0.1, True, True), (1.1, math.log(331) - 1.0, True, True),
     (0.1, math.log(331), False, False),
 ])  # fmt: skip
 def test_what_is_too_bad(loss: float, before: float, warns: bool, stops: bool, checkpoint: Make, warned: Warned) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from written import Make
 
 from attention.errors import Failure, Interrupted
 from convert.output.destination import Output, partial_path
 from convert.output.life import Made, Task, carry_out
 from convert.output.workdir import WorkDirectory
+from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.terminal.progress import silent
 
@@ -23,9 +27,11 @@ class Noting(Task):
     noun = "making"
     labels = ()
 
-    def __init__(self, ends: BaseException | None = None, finished: bool = False) -> None:
+    def __init__(
+        self, ends: BaseException | None = None, finished: bool = False, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         self.asked: list[str] = []
-        self._ends, self._finished = ends, finished
+        self._ends, self._finished, self._meanwhile = ends, finished, meanwhile
 
     def is_finished(self) -> bool:
         self.asked.append("finished")
@@ -50,6 +56,7 @@ class Noting(Task):
     def make(self, work: WorkDirectory) -> Made:
         self.asked.append("make")
         (work.path / "weights").write_text("1")
+        self._meanwhile()
         if self._ends is not None:
             raise self._ends
         return Made({"recipe": {}})
@@ -59,12 +66,19 @@ class Noting(Task):
         return f"card of {sorted(provenance)}"
 
 
-def live(task: Task, path: Path, resume: bool = False, published: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def live(
+    task: Task,
+    path: Path,
+    resume: bool = False,
+    published: Callable[[], None] = lambda: None,
+    overwrite: bool = False,
+    models: tuple[Source, ...] = (),
+) -> dict[str, Any]:
     def begin(evaluated: Tokens | None) -> Task:
         assert evaluated is None
         return task
 
-    return carry_out(Output(path, resume=resume), (), begin, None, silent, published)
+    return carry_out(Output(path, overwrite=overwrite, resume=resume), models, begin, None, silent, published)
 
 
 def test_a_task_is_asked_in_order_and_its_output_appears_whole(tmp_path: Path) -> None:
@@ -118,3 +132,110 @@ def test_an_error_is_explained_and_the_work_stays_if_it_can_be_resumed(
     task = Noting()
     live(task, tmp_path / "out", resume=True)
     assert task.asked[-1] == "make"
+
+
+# ---- what appears at OUTPUT meanwhile --------------------------------------------------------------------------------
+
+
+def thesis(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("years")
+
+
+def link(path: Path) -> None:
+    thesis(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def result(path: Path) -> None:
+    """What an earlier conversion left."""
+    path.mkdir()
+    (path / "conversion.json").write_text('{"kvfold": "", "recipe": {}}')
+
+
+def everything_in(path: Path) -> list[str]:
+    return sorted(str(one.relative_to(path)) for one in path.rglob("*"))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
+@pytest.mark.parametrize("appears", [Path.touch, thesis, link, result], ids=lambda made: made.__name__)
+def test_what_appears_at_output_is_not_replaced(appears: Callable[[Path], object], overwrite: bool, tmp_path: Path) -> None:
+    out, there = tmp_path / "out", list[str]()
+
+    def meanwhile() -> None:
+        appears(out)
+        there.extend(name for name in everything_in(tmp_path) if not name.startswith("out."))
+
+    with pytest.raises(Failure, match="out is in the way: it has appeared or changed since this run began") as caught:
+        live(Noting(meanwhile=meanwhile), out, overwrite=overwrite)
+    assert "--resume" in str(caught.value.hint)
+    assert [name for name in everything_in(tmp_path) if not name.startswith("out.")] == there
+    out.rename(tmp_path / "away")
+    live(Noting(), out, resume=True)
+    assert everything_in(out) == ["README.md", "conversion.json", "weights"]
+    assert not partial_path(out).exists()
+
+
+def test_an_empty_directory_at_output_holds_nothing_to_lose(tmp_path: Path) -> None:
+    live(Noting(meanwhile=(tmp_path / "out").mkdir), tmp_path / "out")
+    assert everything_in(tmp_path / "out") == ["README.md", "conversion.json", "weights"]
+
+
+@pytest.mark.parametrize("late", ["added", "swapped", None])
+def test_overwriting_replaces_what_was_there_when_the_run_began(late: str | None, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result(out)
+
+    def meanwhile() -> None:
+        if late == "swapped":
+            shutil.rmtree(out)
+            link(out)
+        elif late:
+            (out / "notes.txt").write_text("mine")
+
+    if late is None:
+        live(Noting(), out, overwrite=True)
+        assert everything_in(tmp_path) == ["out", "out/README.md", "out/conversion.json", "out/weights"]
+        return
+    with pytest.raises(Failure, match="has appeared or changed"):
+        live(Noting(meanwhile=meanwhile), out, overwrite=True)
+    mine = out / "notes.txt" if late == "added" else tmp_path / "elsewhere" / "thesis.txt"
+    assert mine.exists()
+    if late == "added":
+        live(Noting(), out, resume=True, overwrite=True)
+        assert everything_in(tmp_path) == ["out", "out/README.md", "out/conversion.json", "out/weights"]
+
+
+def test_what_stepped_aside_is_replaced_by_a_resumed_run_and_not_lost_by_a_failed_one(tmp_path: Path) -> None:
+    """A run with --overwrite was killed between its two renames."""
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        live(Noting(KeyboardInterrupt()), out)
+    result(partial_path(out) / "replaced")
+    with pytest.raises(Failure, match="bad weights"):
+        live(Noting(Failure("bad weights")), out, resume=True)
+    assert everything_in(tmp_path) == ["out", "out/conversion.json"]
+    shutil.rmtree(out)
+    with pytest.raises(Interrupted):
+        live(Noting(KeyboardInterrupt()), out)
+    result(partial_path(out) / "replaced")
+    live(Noting(), out, resume=True)
+    assert everything_in(tmp_path) == ["out", "out/README.md", "out/conversion.json", "out/weights"]
+
+
+# ---- weights that change meanwhile -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["", "resume"])
+def test_weights_that_change_meanwhile_are_refused(resume: bool, checkpoint: Make, tmp_path: Path) -> None:
+    source, out = Source.parse(str(checkpoint())), tmp_path / "out"
+    weights = source.files / "model.safetensors"
+    if resume:
+        with pytest.raises(Interrupted):
+            live(Noting(KeyboardInterrupt()), out, models=(source,))
+    task = Noting(meanwhile=lambda: os.utime(weights, ns=(0, 0)))
+    with pytest.raises(Failure, match=r"source/model\.safetensors has changed since this run began"):
+        live(task, out, resume, models=(source,))
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    live(Noting(), out, models=(source,))
+    assert out.is_dir()

@@ -22,6 +22,7 @@ from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import (
+    _check_lines,
     capacity,
     conversion_text,
     grouped_targets,
@@ -319,3 +320,11 @@ def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, con
     for rank, remarks in ((16, 0), (20, 1)):
         command = ["mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", 8, "--dry-run"]
         assert ok(convert(*command)).stdout.count(f"rank {rank} is not a multiple of 16") == remarks
+
+
+def test_a_large_loss_of_the_check_is_said_in_words() -> None:
+    texts = [{"text": "its own", "tokens": 9, "loss_nats": 0.9}, {"text": "a.txt", "tokens": 8, "loss_nats": 0.01}]
+    assert _check_lines({"check": {"texts": texts}}) == [
+        "checked on text that was not fitted: +0.900 nats (perplexity × 2.5: expect text that is hardly of use) on 9 tokens of "
+        "its own, +0.010 nats on 8 tokens of a.txt"
+    ]

@@ -63,6 +63,7 @@ def test_options_say_the_same_again(
         ({"self": 0}, "the share of its own text is 0; it must be a number above 0"),
         ({"a.txt": -1}, "the share of a.txt is -1"),
         ({"a.txt": math.nan}, "the share of a.txt is nan"),
+        ({"self": 1e308, "a.txt": 1e308}, "the share of its own text is 1e+308; it must be a number above 0 and at most 1e+12"),
         ({"a.txt": "1"}, "the share of a.txt is 1; it must be a number"),
         ({}, "there is no text among those given"),
     ],

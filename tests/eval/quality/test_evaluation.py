@@ -21,6 +21,7 @@ from written import Make
 from attention.errors import Failure, GateMissed, Refusal
 from eval.inputs.loading import load, tokens_of
 from eval.inputs.overlap import overlap
+from eval.inputs.reader import fingerprint
 from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality import evaluation as module
@@ -93,6 +94,7 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
             "loss_by_position",
             "healing",
             "code",
+            "remarks",
         } | calibration
         assert others | set(NUMBERS) == set(entry)
         (place,) = entry["loss_by_position"]
@@ -543,6 +545,70 @@ def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> Non
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     assert report_of(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
     assert report_of(pair, TEXT, SHORT, tokens)["models"][1]["calibration_overlap"] == 1
+
+
+@pytest.fixture
+def named(checkpoint: Make) -> Callable[..., Source]:
+    """Makes a model of some name, and the conversion.json that names its source and that one's weight files."""
+
+    def make(name: str, of: str = "", **run: Any) -> Source:
+        path = checkpoint(name=name)
+        if of:
+            made = {"kvfold": "0.1.0", "source": {"model": of}, "run": run}
+            (path / "conversion.json").write_text(json.dumps(made))
+        return Source.parse(str(path))
+
+    return make
+
+
+def remarked(*sources: Source, **settings: Any) -> list[list[str]]:
+    return [model["remarks"] for model in report_of(sources, TEXT, replace(SHORT, **settings))["models"]]
+
+
+def test_a_source_its_conversions_and_theirs_are_compared_without_remarks(named: Callable[..., Source]) -> None:
+    source = named("source")
+    first, second = named("first", "elsewhere/source@main"), named("second", "first")
+    assert remarked(source, second, first) == [[]] * 3
+    assert remarked(first, second) == [[]] * 2
+    moved = named("third", "before", source_files=fingerprint(source.files))
+    healed = {"model.safetensors": [1, 1]} | {f"teacher/{name}": file for name, file in fingerprint(source.files).items()}
+    assert remarked(source, moved, named("healed", "before", source_files=healed)) == [[]] * 3
+    assert remarked(named("other"), named("another")) == [[]] * 2, "of models of others, nothing is known"
+
+
+def test_a_model_that_was_not_made_from_the_first_one_is_remarked(named: Callable[..., Source]) -> None:
+    other, made = named("other"), named("made", "source")
+    said = "was made from source, and other seems to be another model: give its own source first"
+    assert remarked(other, made) == [[], [said]]
+    assert remarked(other, made, cache_dtypes=("int8",)) == [[], [said], [], []], "once for each model"
+    smaller = named("larger", "other", source_files={"model.safetensors": [1, 1]})
+    assert "was made from other, and other seems to be another" in remarked(other, smaller)[1][0], "of the same name, not size"
+
+
+def test_models_in_reversed_order_are_remarked(named: Callable[..., Source]) -> None:
+    source, made = named("source"), named("made", "source")
+    said = "is what made was made from, so the losses are the wrong way round: give it first"
+    assert remarked(made, source) == [[], [said]]
+
+
+def test_a_result_alone_is_compared_with_nothing(named: Callable[..., Source]) -> None:
+    assert remarked(named("made", "source")) == [["is compared with nothing: give source, which it was made from, before it"]]
+    assert remarked(named("source")) == [[]]
+
+
+def test_tokenizers_that_differ_are_remarked(named: Callable[..., Source]) -> None:
+    source, other = named("source"), named("other")
+    file = other.files / "tokenizer.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"padding": None}, indent=4))
+    assert remarked(source, other)[1] == [], "other bytes, and the same tokens"
+    vocabulary = said["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    file.write_text(json.dumps(said))
+    (remark,) = remarked(source, other)[1]
+    assert remark == "has another tokenizer than source, which makes other tokens of this text: its figures mean nothing"
+    file.write_text("{}")
+    assert "which makes no tokens of this text: cannot load the tokenizer of" in remarked(source, other)[1][0]
 
 
 def test_a_model_without_weights_is_named(pair: list[Source]) -> None:

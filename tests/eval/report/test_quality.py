@@ -127,6 +127,36 @@ def test_a_text_that_calibration_saw_is_warned_of() -> None:
     assert "Warning" not in reports.to_markdown(report)
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_large_loss_is_said_in_words() -> None:
+    report = a_report(3)
+    assert "large loss" not in reports.to_markdown(report)
+    report["models"][1]["loss_nats"], report["models"][2]["loss_nats"] = 0.9, 0.3
+    said = "llama-0 +0.9000 nats (perplexity × 2.5: expect text that is hardly of use); "
+    said += "llama-1 +0.3000 nats (perplexity × 1.3: expect worse text). "
+    said += "A larger cache loses less; healing (convert heal) makes up for a part."
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert f"Warning: large loss: {said}" in page
+    report["models"][1]["loss_nats"] = 1e4
+    assert "perplexity × 1e+304" in reports.to_markdown(report)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_hinders_a_comparison_is_said() -> None:
+    report = a_report(2)
+    report["models"][1]["remarks"] = ["was made from another"]
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "Warning: llama-0 was made from another." in page
+
+
+def test_only_what_others_are_compared_with_is_called_the_source() -> None:
+    report = a_report(1)
+    assert "(source)" not in reports.to_markdown(report)
+    report["models"].append(report["models"][0] | {"name": "llama (int8 cache)", "cache_format": "int8"})
+    assert "(source)" not in reports.to_markdown(report)
+    assert "llama (source)" in reports.to_markdown(a_report(2))
+
+
 def test_json_round_trips() -> None:
     report = a_report(3)
     text = reports.to_json(report)
@@ -345,17 +375,17 @@ def test_summary_of_one_two_and_many() -> None:
     assert summary(report) == "llama has perplexity 30.10 at 24,576 KV bytes per token; nothing is compared with it."
     report["models"].append(a_model("gqa4", "GQA-4", "mean", 12288, 0.21))
     assert summary(report) == "GQA-4 (mean) keeps 50 % of the KV cache at +0.210 nats (perplexity 30.10 → 37.13)."
-    report["models"].append(a_model("mqa", "MQA", "aligned", 3072, 0.3))
+    report["models"].append(a_model("mqa", "MQA", "aligned", 3072, 0.24))
     report["models"].append(a_model("copy", "MHA", "mean", 24576, 0.0))  # saves nothing, so it is no result
     assert summary(report) == (
         "Of 3 models compared with llama, GQA-4 (mean) loses least: it keeps 50 % of the KV cache at +0.210 nats "
-        "(perplexity 30.10 → 37.13); MQA (aligned) caches least: 12.5 % at +0.300 nats (perplexity 40.63)."
+        "(perplexity 30.10 → 37.13); MQA (aligned) caches least: 12.5 % at +0.240 nats (perplexity 38.26)."
     )
 
 
 def with_formats(report: dict[str, Any]) -> dict[str, Any]:
     """The source, GQA-4 and MQA, with the source's cache in int8 and int4, and GQA-4's in int4."""
-    gqa, mqa = a_model("gqa", "GQA-4", "aligned", 12288, 0.1), a_model("mqa", "MQA", "aligned", 3072, 0.3)
+    gqa, mqa = a_model("gqa", "GQA-4", "aligned", 12288, 0.1), a_model("mqa", "MQA", "aligned", 3072, 0.24)
     source = report["models"][0]
     stored = [
         a_model(f"{of['name']} ({form} cache)", of["kind"], of["method"], size, loss)
@@ -370,7 +400,7 @@ def test_a_summary_names_what_the_source_in_another_format_does_better() -> None
     report = with_formats(a_report(1))
     assert summary(report) == (
         "Of 5 models compared with llama, MHA (int8 cache) loses least: it keeps 53.1 % of the KV cache at +0.001 nats "
-        "(perplexity 30.10 → 30.13); MQA (aligned) caches least: 12.5 % at +0.300 nats (perplexity 40.63). "
+        "(perplexity 30.10 → 30.13); MQA (aligned) caches least: 12.5 % at +0.240 nats (perplexity 38.26). "
         "The source itself with a cache in int4 keeps 31.3 % at +0.020 nats: it loses less than GQA-4 (aligned), "
         "with no larger cache."
     )
