@@ -196,11 +196,11 @@ class LatentAttention(nn.Module):
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
         compressed = self.compressed(hidden_states)
-        neutral = self.constant_channels is not None and self.plain("kv_a_proj_with_mqa", "kv_a_layernorm")
-        if neutral:  # the norm would return its input with zeros on the constants
-            compressed = compressed.masked_fill(self.constant_channels, 0)
+        constant = self.constant_channels if self.plain("kv_a_proj_with_mqa", "kv_a_layernorm") else None
+        if constant is not None:  # the norm would return its input with zeros on the constants
+            compressed = compressed.masked_fill(constant, 0)
         latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        if not neutral:
+        if constant is None:
             latent = self.kv_a_layernorm(latent)
         return latent[:, None], rope[:, None]
 

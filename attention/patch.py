@@ -72,14 +72,15 @@ def _before_own(own: Any) -> type[nn.Module]:
     def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
         return _blank, own.__bases__, vars(module)
 
-    made = _before(own, OwnLatentAttention)
-    made.__reduce__ = reduced  # type: ignore[method-assign]
+    made: Any = _before(own, OwnLatentAttention)
+    made.__reduce__ = reduced
     return made
 
 
-def _blank(attention: type[nn.Module], stock: type[nn.Module]) -> nn.Module:
+def _blank(attention: Any, stock: Any) -> nn.Module:
     """An absorbed attention of kvfold's own class, without state."""
-    kind: Any = _before_own(_grafted(attention, stock))
+    grafted: Any = _grafted(attention, stock)
+    kind: Any = _before_own(grafted)
     made: nn.Module = kind.__new__(kind)
     return made
 

@@ -111,7 +111,8 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
         return
     ids = torch.arange(_TOKENS, device=model.get_input_embeddings().weight.device)[None] % decoder.vocab_size
     with torch.no_grad(), _first_layers(model, decoder) as layers, _in_fp32(model) as exact:
-        expected, found, cache = model(input_ids=ids, use_cache=False).logits, [], {}
+        expected, found = model(input_ids=ids, use_cache=False).logits, []
+        cache: dict[str, Any] = {}
         for part in ids.split([_TOKENS - _STEPS, *[1] * _STEPS], 1):
             out = model(input_ids=part, use_cache=True, **cache)
             found.append(out.logits)
@@ -564,7 +565,7 @@ def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Modu
     return type(name, (attention, stock), {"__module__": __name__, "__reduce__": reduced})
 
 
-def _blank(attention: type[nn.Module], stock: type[nn.Module]) -> nn.Module:
+def _blank(attention: Any, stock: Any) -> nn.Module:
     """An attention of a class of `_grafted`, without state."""
     kind: Any = _grafted(attention, stock)
     made: nn.Module = kind.__new__(kind)
