@@ -54,7 +54,9 @@ def to_markdown(report: Report) -> str:
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that was calibrated on parts of this text or for shorter contexts, or ran with other code."""
+    """A sentence on bytes that depend on the context, and one for each model that was calibrated on parts of this text or for
+    shorter contexts, or ran with other code.
+    """
     context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -69,7 +71,13 @@ def _warnings(report: Report) -> list[str]:
         if (shorter := model.get("calibration_context") or context) < context
     ]
     unlike = [f"Warning: of {model['name']}, {note}." for model in report["models"] if (note := model.get("code"))]
-    return flattered + beyond + unlike
+    cut = [model for model in report["models"] if "kv_context" in model]
+    windowed = [
+        f"KV bytes per token, and shares of them, are those of {model['kv_context']:,} tokens: "
+        "the windows of some layers keep the older ones out of the cache."
+        for model in cut[:1]
+    ]
+    return windowed + flattered + beyond + unlike
 
 
 def _tokens(report: Report) -> str:
