@@ -245,7 +245,8 @@ class Sizing:
                 hint="use int4 or q4_0, or leave out --portable",
             )
         ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
-        (replace(spec, layer_ranks=ranks) if ranks else spec).bytes_per_token(form)  # refuses what the format does not take
+        spec.bytes_per_token(form)  # refuses what the format does not take
+        format_named(form).require("latent", *ranks)
         target = LatentTarget(
             before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
         )
