@@ -98,9 +98,12 @@ class EncodedForward:
         return self._emptied(cache, self.form)
 
     def _emptied(self, cache: DynamicCache, form: Format) -> DynamicCache:
-        """The cache, with empty layers of a format."""
+        """The cache, with empty layers of a format; windows forget nothing where assisted generation takes tokens back."""
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.layers = [EncodedLayer(form, self._latent, window) for window in self._windows]
         cache.layer_class_to_replicate = None
+        if recording:
+            cache.activate_past_recording()
         return cache
 
     def _in_pieces(self, given: dict[str, Any], cache: Cache, total: int) -> Any:

@@ -5,6 +5,7 @@ It reads no weights and no files. All code that prints, plans or checks KV bytes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,8 @@ def _shares_one_head(config: Any) -> bool:
 def _windows(config: Any) -> tuple[int | None, ...] | None:
     """The windows of a decoder's layers, as transformers decides what their caches keep; None where no layer has one.
 
+    One over all positions of the model is none.
+
     Raises:
         Refusal: It makes no cache for this config.
     """
@@ -45,9 +48,11 @@ def _windows(config: Any) -> tuple[int | None, ...] | None:
     except Exception as error:  # of many kinds: a missing key, a layer type that it does not know, null for a number
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers makes no KV cache for this config of type {config.model_type!r}: {reason}") from error
-    found = [getattr(layer, "sliding_window", None) for layer in layers]
-    found += [None] * (config.num_hidden_layers - len(found))  # layers that share the cache of another
-    return tuple(found) if any(found) else None
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    read = [getattr(layer, "sliding_window", None) for layer in layers]
+    read += [None] * (config.num_hidden_layers - len(read))  # layers that share the cache of another
+    found = tuple(None if window is None or window >= limit else window for window in read)
+    return found if any(found) else None
 
 
 @dataclass(frozen=True)
