@@ -164,19 +164,20 @@ class Sizing:
             )
         source, before = self.bounds.source, self.bounds.before
         share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype, self.context)
-        budget = int(share * whole) if request.kv_bytes is None else request.kv_bytes
+        budget: float = share * whole if request.kv_bytes is None else request.kv_bytes
+        budget = int(budget) if isinstance(whole, int) else budget
         if budget > whole:
             at = before.at_context(self.context)
             raise Refusal(
-                f"a budget of {budget} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
+                f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
             )
         return self._of_budget(budget, request.cache_dtype or self.dtype)
 
-    def _of_budget(self, budget: int, form: str) -> tuple[int, int]:
+    def _of_budget(self, budget: float, form: str) -> tuple[int, int]:
         """R and P of a budget of bytes per token in all layers, for a cache in that format."""
         bounds, step = self.bounds, format_named(form).multiple
         held = sum(bounds.before.tokens_held(self.context))
-        values = budget * 8 * self.context // (held * format_named(form).bits)
+        values = int(budget * 8 * self.context // (held * format_named(form).bits))
         if self.engine is not None and self._few_sizes:
             return self.engine.fitting(values)
         fewest = min(bounds.most_rotary_dims, max(2, step)) if bounds.rotary_dim else 0
@@ -190,7 +191,7 @@ class Sizing:
                 values -= 1
         except Refusal as error:
             raise Refusal(
-                f"a budget of {budget} bytes per token is too small for any rank: {error}",
+                f"a budget of {budget:.0f} bytes per token is too small for any rank: {error}",
                 hint=f"the least is {least_bytes} bytes per token{least.at_context(self.context)} in {form}, "
                 "and little is left of a model there",
             ) from None

@@ -214,7 +214,7 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
     early.crop(-9)
     assert early.get_seq_length() == 10
     cache = filled(model, ids[:, :40])
-    with pytest.raises(Refusal, match="a layer that sees 20 tokens has forgotten those before token 21, which the first 35 need"):
+    with pytest.raises(Refusal, match="sees 20 tokens has forgotten those before token 21, which the first 35 need"):
         cache.crop(-5)
     cache = filled(model, ids[:, :40])
     cache.activate_past_recording()

@@ -150,7 +150,7 @@ def test_windows_are_those_of_transformers_cache(model_type: str, changes: dict[
 
 def test_a_config_without_a_cache_is_refused() -> None:
     config = tiny_config("llama", layer_types=["sliding_attention"] * 3)
-    with pytest.raises(Refusal, match="transformers makes no KV cache for this config of type 'llama': .*sliding_window"):
+    with pytest.raises(Refusal, match=r"transformers makes no KV cache for this config of type 'llama': .*sliding_window"):
         AttentionSpec.from_config(config)
 
 
