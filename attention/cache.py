@@ -29,18 +29,20 @@ _SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of 
 class _Growing:
     """What is encoded of tokens, or of groups of them (dim 2), with room for more: a step writes what is new, no more.
 
+    The oldest can be forgotten, which moves nothing.
+
     Attributes:
         length: How many there are.
     """
 
     def __init__(self, spare: int) -> None:
-        self.length, self._spare = 0, spare
+        self.length, self._spare, self._first = 0, spare, 0
         self._held: list[torch.Tensor] = []
 
     @property
     def stored(self) -> Encoded | None:
         """Without the room; None before the first."""
-        return Encoded(*(held[:, :, : self.length] for held in self._held)) if self._held else None
+        return Encoded(*map(self._within, self._held)) if self._held else None
 
     @property
     def nbytes(self) -> int:
@@ -50,18 +52,19 @@ class _Growing:
     def append(self, new: Encoded) -> Encoded:
         """Add tokens, or groups; return all."""
         parts = [part for part in new if part is not None]
-        start, end = self.length, self.length + parts[0].shape[2]
-        if not self._has_room(end):
-            grown = [
-                part.new_empty((*part.shape[:2], (end // self._spare + 1) * self._spare, *part.shape[3:])) for part in parts
-            ]
+        before, self.length = self.length, self.length + parts[0].shape[2]
+        if not self._has_room(self._first + self.length):
+            room = (self.length // self._spare + 1) * self._spare
+            grown = [part.new_empty((*part.shape[:2], room, *part.shape[3:])) for part in parts]
             for held, more in zip(self._held, grown, strict=bool(self._held)):
-                more[:, :, :start] = held[:, :, :start]
-            self._held = grown
+                more[:, :, :before] = held[:, :, self._first : self._first + before]
+            self._held, self._first = grown, 0
         for held, part in zip(self._held, parts, strict=True):
-            held[:, :, start:end] = part
-        self.length = end
-        return Encoded(*(held[:, :, :end] for held in self._held))
+            self._within(held)[:, :, before:] = part
+        return Encoded(*map(self._within, self._held))
+
+    def _within(self, held: torch.Tensor) -> torch.Tensor:
+        return held[:, :, self._first : self._first + self.length]
 
     def _has_room(self, end: int) -> bool:
         """Whether what is new can be written in place: not into tensors that autograd may have saved, or of inference alone."""
@@ -71,8 +74,14 @@ class _Growing:
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
-        self._held = [how(held[:, :, : self.length]) for held in self._held]
+        self._held, self._first = [how(self._within(held)) for held in self._held], 0
         self.length = self._held[0].shape[2] if self._held else 0
+
+    def forget(self, count: int) -> None:
+        """Forget the oldest."""
+        self._first, self.length = self._first + count, self.length - count
+        if count > self._spare:  # a long text has taken far more room than is needed
+            self.change(torch.clone)
 
 
 class _HeldRows:
@@ -95,6 +104,10 @@ class _HeldRows:
         """Cache further tokens `[B, heads, T, n]`; return all."""
         added = encoded_rows(new, self.form, self._part)
         return added._replace(encoded=self._encoded.append(added.encoded))
+
+    def forget(self, count: int) -> None:
+        """Forget the oldest tokens."""
+        self._encoded.forget(count)
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
@@ -134,6 +147,10 @@ class _HeldGroups:
         self._opened = opened[:, :, behind * tokens :].clone() if behind else opened  # a view would keep all of them in memory
         return Groups(self._closed.stored, opened[:, :, first:], self.form)
 
+    def forget(self, count: int) -> None:
+        """Forget the oldest tokens, which are whole groups."""
+        self._closed.forget(count // self.form.tokens)
+
     def require_one_group(self, count: int) -> None:
         """Refuse so many further tokens if they are of several groups."""
         if self.length % self.form.tokens + count > self.form.tokens:
@@ -152,12 +169,14 @@ class _HeldGroups:
 class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     """The cache of one layer: keys and values of heads, or a latent and its RoPE key.
 
-    A layer with a sliding window caches all tokens, too; the mask leaves out those before the window.
+    With a window of W, it keeps the newest W - 1 tokens, as transformers' own layer does. Keys that are encoded along time are
+    forgotten a group at a time, and the mask leaves out those before the window.
     """
 
-    def __init__(self, form: Format, latent: bool) -> None:
+    def __init__(self, form: Format, latent: bool, window: int | None = None) -> None:
         super().__init__()
-        self.form, self.latent = form, latent
+        self.form, self.latent, self.sliding_window = form, latent, window
+        self.is_sliding, self.record_past = window is not None, False
         self.is_croppable = not form.along_time(parts_of(latent)[0])
         self.seen: torch.Tensor | None = None  # [B, S], false for padding
         self.masked = False  # whether a mask says what queries of several groups of keys read
@@ -167,7 +186,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         first, second = parts_of(self.latent)
         keys = _HeldRows(self.form, first) if self.is_croppable else _HeldGroups(self.form)
         self.parts: tuple[_HeldRows | _HeldGroups, _HeldRows] = keys, _HeldRows(self.form, second)
-        self.is_initialized = False
+        self.is_initialized, self.forgotten = False, 0
 
     def stored_bytes(self, full: int) -> int:
         """Bytes that it holds, if a value that is not encoded yet takes `full` of them."""
@@ -193,7 +212,10 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         first, second = self.parts
         if isinstance(first, _HeldGroups) and not self.masked:
             first.require_one_group(key_states.shape[2])
-        keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
+        seen = None if self.seen is None else self.seen[:, self.forgotten :]
+        keys, values = first.append(key_states, seen), second.append(value_states, seen)
+        if not self.record_past:
+            self._forget()
         if isinstance(keys, Groups) and keys.shape[2] > values.shape[2]:  # some are there in both ways
             count, whole = keys.opened.shape[2], values.block(0, values.shape[2], value_states.dtype)
             twice = whole[:, :, : keys.shape[2] - count], whole[:, :, -count:]
@@ -205,14 +227,33 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         decoded = [part.whole() if isinstance(part, Stored) else part for part in read]
         return decoded[0], decoded[1]
 
+    def _forget(self) -> None:
+        """Forget tokens that are in no later token's window."""
+        together = 1 if self.is_croppable else self.form.tokens
+        kept = self.parts[0].length if self.sliding_window is None else self.sliding_window - 1
+        count = max(0, self.parts[0].length - kept) // together * together
+        for part in self.parts if count else ():
+            part.forget(count)
+        self.forgotten += count
+
     def get_seq_length(self) -> int:
-        return self.parts[0].length
+        return self.forgotten + self.parts[0].length
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.parts[0].length + query_length, self.forgotten
+
+    def activate_past_recording(self) -> None:
+        """Forget nothing before the next `crop`."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens, as many as -`tokens_to_remove`; above 0, as older transformers has it, all but so many.
 
         Raises:
-            Refusal: Keys of several tokens are encoded together.
+            Refusal: Keys of several tokens are encoded together, or the window of what is left has been forgotten.
         """
         if not self.is_croppable:
             raise Refusal(
@@ -221,7 +262,15 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
             )
         length = self.get_seq_length()
         kept = max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
-        self._change(lambda part: part[:, :, :kept])
+        held = kept - self.forgotten
+        if self.sliding_window is not None and held < min(kept, self.sliding_window - 1):
+            raise Refusal(
+                f"a layer that sees {self.sliding_window} tokens has forgotten those before token {self.forgotten}, which the "
+                f"first {kept} need",
+                hint="call activate_past_recording() of the cache before the tokens that are taken back are read",
+            )
+        self._change(lambda part: part[:, :, :held])
+        self._forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change(lambda part: part.index_select(0, beam_idx.to(part.device)))

@@ -43,7 +43,7 @@ class EncodedForward:
         require_cache(model, form)
         spec = AttentionSpec.from_config(model.config)
         spec.cache_bytes(form.name, 1, 0)  # refuses sizes that the format does not take
-        self._layers, self._latent = spec.num_layers, spec.kv_lora_rank is not None
+        self._windows, self._latent = spec.windows or (None,) * spec.num_layers, spec.kv_lora_rank is not None
         self._tried: dict[str, bool] = {}  # by attention implementation
         functools.update_wrapper(self, self.stock)
 
@@ -102,9 +102,12 @@ class EncodedForward:
         return self._emptied(cache, self.form)
 
     def _emptied(self, cache: DynamicCache, form: Format) -> DynamicCache:
-        """The cache, with empty layers of a format."""
-        cache.layers = [EncodedLayer(form, self._latent) for _ in range(self._layers)]
+        """The cache, with empty layers of a format; windows forget nothing where assisted generation takes tokens back."""
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
+        cache.layers = [EncodedLayer(form, self._latent, window) for window in self._windows]
         cache.layer_class_to_replicate = None
+        if recording:
+            cache.activate_past_recording()
         return cache
 
     def _in_pieces(self, given: dict[str, Any], cache: Cache, total: int) -> Any:

@@ -5,6 +5,8 @@ It reads no weights and no files. All code that prints, plans or checks KV bytes
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +33,28 @@ def _shares_one_head(config: Any) -> bool:
     return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
 
 
+def _windows(config: Any) -> tuple[int | None, ...] | None:
+    """The windows of a decoder's layers, as transformers decides what their caches keep; None where no layer has one.
+
+    One over all positions of the model is none.
+
+    Raises:
+        Refusal: It makes no cache for this config.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception as error:  # of many kinds: a missing key, a layer type that it does not know, null for a number
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise Refusal(f"transformers makes no KV cache for this config of type {config.model_type!r}: {reason}") from error
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    read = [getattr(layer, "sliding_window", None) for layer in layers]
+    read += [None] * (config.num_hidden_layers - len(read))  # layers that share the cache of another
+    found = tuple(None if window is None or window >= limit else window for window in read)
+    return found if any(found) else None
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The attention of a whole model: `num_layers` layers of `num_heads` query heads, and what they cache per token.
@@ -46,6 +70,8 @@ class AttentionSpec:
         layer_ranks: R of each layer, where latents differ in it, in the bytes of `kv_lora_rank` for all; None if all have that.
         q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
             are not asked for it.
+        windows: How many tokens each layer sees, itself included, where its cache keeps no others (sliding windows, and chunks
+            of attention); None for a layer that keeps all, and None if all layers do.
     """
 
     num_layers: int
@@ -57,6 +83,7 @@ class AttentionSpec:
     qk_nope_head_dim: int = 0
     layer_ranks: tuple[int, ...] | None = None
     q_lora_rank: int | None = None
+    windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -70,7 +97,7 @@ class AttentionSpec:
         """Read a transformers config (its text part, if it has several).
 
         Raises:
-            Refusal: The config has no attention heads, or its layers differ in them.
+            Refusal: The config has no attention heads, its layers differ in them, or transformers makes no cache for it.
         """
         # Any other class ignores that key.
         ranks = config.kv_lora_ranks if models.provides(getattr(config, "model_type", "")) else None
@@ -83,12 +110,14 @@ class AttentionSpec:
         if rank := getattr(config, "kv_lora_rank", None):
             sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
             layer_ranks = None if ranks is None else tuple(ranks)
-            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes, layer_ranks)
-        return cls.of_heads(config)
+            found = cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes, layer_ranks)
+        else:
+            found = cls.of_heads(config)
+        return replace(found, windows=_windows(config))
 
     @classmethod
     def of_heads(cls, config: Any) -> AttentionSpec:
-        """The keys and values that are projected, whether they are cached or a latent is made of them.
+        """The keys and values that are projected, whether they are cached or a latent is made of them; without windows.
 
         Raises:
             Refusal: Layers differ in KV heads.
@@ -131,37 +160,89 @@ class AttentionSpec:
             return sum(self.ranks) + self.num_layers * self.qk_rope_head_dim
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
-    def bytes_per_token(self, form: str) -> int:
-        """Bytes that the KV cache holds per token in all layers, in that format, which a dtype is, too.
+    def tokens_held(self, context: int, static: bool = False, together: int = 1) -> list[int]:
+        """How many of the tokens of a sequence the cache of each layer holds.
+
+        A layer with a window of W keeps the W - 1 tokens that the next token reads beside itself.
+
+        Args:
+            context: The tokens of the sequence.
+            static: Whether the cache is one of fixed size, in which the next token has its place, too.
+            together: Tokens that are forgotten together.
+        """
+        kept = [context if window is None else window - (not static) for window in self.windows or [None] * self.num_layers]
+        return [context - max(0, context - most) // together * together for most in kept]
+
+    def is_cut(self, context: int) -> bool:
+        """Whether windows keep some of so many tokens out of the cache: bytes per token then depend on the context."""
+        return min(self.tokens_held(context)) < context
+
+    def at_context(self, context: int) -> str:
+        """What to say beside bytes per token: " at 32,768 tokens" where they depend on the context, and "" where not."""
+        return f" at {context:,} tokens" if self.is_cut(context) else ""
+
+    def window_note(self, context: int) -> str | None:
+        """What share of the cache of so many tokens layers with windows hold; None if no window is shorter."""
+        if not self.is_cut(context):
+            return None
+        windows, held = self.windows or (), self.tokens_held(context)
+        rows = [rank + self.qk_rope_head_dim for rank in self.ranks] or [1] * self.num_layers
+        sizes = [tokens * row for tokens, row in zip(held, rows, strict=True)]
+        share = sum(size for size, window in zip(sizes, windows, strict=True) if window) / sum(sizes)
+        lengths = " or ".join(f"{window:,}" for window in sorted({window for window in windows if window}))
+        layers = f"{sum(map(bool, windows))} of {self.num_layers}"
+        return f"the windowed layers ({layers}, which see {lengths} tokens) are {share:.1%} of the cache at {context:,} tokens"
+
+    def bytes_per_token(self, form: str, context: int | None = None) -> float:
+        """Bytes that the KV cache holds per token in all layers, in that format, which a dtype is, too; an int if whole.
 
         Where keys are grouped along time, those of a long context; `cache_bytes` counts the group that is still open.
+
+        Args:
+            form: The name of a format, see `attention.formats`.
+            context: The tokens of the sequence over which its bytes are shared out, where windows keep some of them out of the
+                cache; None for a token that all layers hold.
 
         Raises:
             Refusal: There is no such format, or it does not take these sizes.
         """
-        tokens = format_named(form).tokens or 1
-        return (self.cache_bytes(form, tokens + 1, 0) - self.cache_bytes(form, 1, 0)) // tokens
+        group, first = format_named(form).tokens or 1, [1] * self.num_layers
+        held = first if context is None else self._held(form, context)
+        added = self._bytes(form, [tokens * group + 1 for tokens in held], 0) - self._bytes(form, first, 0)
+        whole, rest = divmod(added, group * (context or 1))
+        return added / (group * (context or 1)) if rest else whole
 
-    def cache_bytes(self, form: str, cached: int, full: int) -> int:
+    def cache_bytes(self, form: str, context: int, full: int, static: bool = False) -> int:
         """Bytes that the KV cache of one sequence holds in all layers, in that format.
 
         Args:
             form: The name of a format, see `attention.formats`.
-            cached: The tokens of the sequence.
+            context: The tokens of the sequence.
             full: Bytes of a value that is still in full precision.
+            static: As of `tokens_held`.
 
         Raises:
             Refusal: There is no such format, or it does not take these sizes.
         """
+        return self._bytes(form, self._held(form, context, static), full)
+
+    def _held(self, form: str, context: int, static: bool = False) -> list[int]:
+        """Of keys that are encoded along time, groups are forgotten as a whole."""
+        grouped = self.kv_lora_rank is None and format_named(form).tokens
+        return self.tokens_held(context, static, grouped or 1)
+
+    def _bytes(self, form: str, held: Sequence[int], full: int) -> int:
+        """Bytes of so many tokens in each layer: the formula."""
         stored = format_named(form)
         if self.kv_lora_rank is None:
             stored.require("head", self.head_dim)
-            one = stored.key_bytes(self.head_dim, cached, full) + cached * stored.row_bytes(self.head_dim)
-            return self.num_layers * self.num_kv_heads * one
+            row = stored.row_bytes(self.head_dim)
+            return self.num_kv_heads * sum(stored.key_bytes(self.head_dim, tokens, full) + tokens * row for tokens in held)
         stored.require("latent", *self.ranks)
         stored.require("RoPE key", self.qk_rope_head_dim)
         rope = stored.row_bytes(self.qk_rope_head_dim, "rope")
-        return cached * sum(stored.row_bytes(rank, "latent") + rope for rank in self.ranks)
+        rows = [stored.row_bytes(rank, "latent") + rope for rank in self.ranks]
+        return sum(tokens * row for tokens, row in zip(held, rows, strict=True))
 
     def takes(self, form: str) -> bool:
         """Whether a cache of these sizes can be stored in that format."""

@@ -254,7 +254,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
     for name, gigabytes in gpus.items():
         if not 1e-6 <= gigabytes <= 1e9:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
-    context = source.max_positions or 2048 if given["context"] is None else given["context"]
+    context = source.longest_context if given["context"] is None else given["context"]
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
     if engine:
         require_stored(engine, given["cache_dtype"], engine.caches, untried=True)

@@ -229,5 +229,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             costs.append(interpolated(tried, errors, target.ranks))
             done(1)
     form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
-    prices = [form.row_bytes(rank, "latent") for rank in target.ranks]
-    return shared_out(costs, target.ranks, prices, layers * form.row_bytes(target.spec.kv_lora_rank or 0, "latent"))
+    prices, mean = [form.row_bytes(rank, "latent") for rank in target.ranks], target.spec.kv_lora_rank or 0
+    context = job.plan.context
+    tokens = target.spec.tokens_held(context) if target.spec.is_cut(context) else [1] * layers
+    return shared_out(costs, target.ranks, prices, sum(tokens) * form.row_bytes(mean, "latent"), tokens)

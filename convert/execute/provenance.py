@@ -28,6 +28,7 @@ def provenance_of(
         text: The calibration text, if there was one.
     """
     plan = decision.plan
+    before, after = plan.kv_bytes_per_token
     return {
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
@@ -35,9 +36,10 @@ def provenance_of(
         "method": plan.applied_method,
         "recipe": plan.recipe(),
         "kv_bytes_per_token": {
-            "before": plan.before.bytes_per_token(plan.source.dtype),
-            "after": plan.target.spec.bytes_per_token(plan.cache_dtype),
+            "before": before,
+            "after": after,
             "cache_dtype": plan.cache_dtype,
+            **({"context": plan.context} if plan.before.is_cut(plan.context) else {}),
         },
         "calibration_hash": text.tokens.hash if text else None,
         "calibration": _calibration(text) if text else None,

@@ -29,7 +29,7 @@ def provenance_of(
         outcome: What it came to.
         healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
-    before = read_provenance(plan.converted.files)
+    before, context = read_provenance(plan.converted.files), plan.teacher.longest_context
     conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if before.get(key) is not None}
     return {
         "source": {"model": plan.teacher.reference, "revision": plan.teacher.commit},
@@ -38,9 +38,10 @@ def provenance_of(
         "kvfold": version("kvfold"),
         "recipe": plan.recipe(),
         "kv_bytes_per_token": {
-            "before": plan.teacher_spec.bytes_per_token(plan.teacher.dtype),
-            "after": plan.spec.bytes_per_token(plan.cache_dtype),
+            "before": plan.teacher_spec.bytes_per_token(plan.teacher.dtype, context),
+            "after": plan.spec.bytes_per_token(plan.cache_dtype, context),
             "cache_dtype": plan.cache_dtype,
+            **({"context": context} if plan.teacher_spec.is_cut(context) else {}),
         },
         "healing": {
             "teacher": plan.teacher.reference,

@@ -34,26 +34,30 @@ def interpolated(measured: Sequence[int], costs: Sequence[float], ranks: Sequenc
     return found
 
 
-def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], prices: Sequence[int], total: int) -> tuple[int, ...]:
+def shared_out(
+    costs: Sequence[Sequence[float]], ranks: Sequence[int], prices: Sequence[int], total: int, tokens: Sequence[int] = ()
+) -> tuple[int, ...]:
     """A rank for each layer, with the least summed cost that a greedy choice finds.
 
     Args:
         costs: The cost of each layer at each of `ranks`, falling.
         ranks: Rising.
-        prices: What each of `ranks` takes of `total`, such as bytes of the cache; rising.
-        total: The most that the layers may take; at least the first price for each.
+        prices: What each of `ranks` takes of `total` for a token, such as bytes of the cache; rising.
+        total: The most that the layers may take; at least the first price for each of their tokens.
+        tokens: Those that each layer holds; one each if there are none.
 
     Every layer begins with the first rank. Then the layer whose cost falls most for its price has more, as far as its cost
     falls so steeply.
     """
-    at, left = [0] * len(costs), total - prices[0] * len(costs)
+    tokens = tokens or [1] * len(costs)
+    at, left = [0] * len(costs), total - prices[0] * sum(tokens)
     queue: list[tuple[float, int, int]] = []
 
     def offer(layer: int) -> None:
         """Queue the layer's steepest step that is left and affordable."""
         now = at[layer]
-        steps = [i for i in range(now + 1, len(ranks)) if prices[i] - prices[now] <= left]
-        slopes = [((costs[layer][now] - costs[layer][i]) / (prices[i] - prices[now]), -i) for i in steps]
+        steps = [i for i in range(now + 1, len(ranks)) if tokens[layer] * (prices[i] - prices[now]) <= left]
+        slopes = [((costs[layer][now] - costs[layer][i]) / (tokens[layer] * (prices[i] - prices[now])), -i) for i in steps]
         if slopes:
             slope, step = max(slopes)
             heapq.heappush(queue, (-slope, layer, -step))
@@ -62,7 +66,7 @@ def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], prices: S
         offer(layer)
     while queue:
         _, layer, step = heapq.heappop(queue)
-        price = prices[step] - prices[at[layer]]
+        price = tokens[layer] * (prices[step] - prices[at[layer]])
         if price <= left:
             at[layer], left = step, left - price
         offer(layer)  # the next step, or a cheaper one

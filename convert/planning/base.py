@@ -57,6 +57,17 @@ class Plan:
         return self.target.before
 
     @property
+    def context(self) -> int:
+        """The tokens of a sequence at which KV bytes per token count."""
+        return self.source.longest_context
+
+    @property
+    def kv_bytes_per_token(self) -> tuple[float, float]:
+        """Of the source's cache, and of the result's."""
+        after = self.target.spec.bytes_per_token(self.cache_dtype, self.context)
+        return self.before.bytes_per_token(self.source.dtype, self.context), after
+
+    @property
     def from_weights_alone(self) -> bool:
         """Whether its method would use text, and has none."""
         return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED
@@ -88,8 +99,9 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: the target's, then the remarks, then the source's."""
-        return (*self.target.notes, *self.remarks, *self.source.notes)
+        """Notes for the user: the target's, then on windows, then the remarks, then the source's."""
+        windows = self.before.window_note(self.context)
+        return (*self.target.notes, *([windows] if windows else ()), *self.remarks, *self.source.notes)
 
     def choosing(self, target: LatentTarget) -> Plan:
         """The same plan with `target`, one of its target's splits."""
@@ -132,7 +144,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: numbers stay numbers."""
-        target, before = self.target, self.before
+        target, before, held = self.target, self.before, self.kv_bytes_per_token
         return {
             "command": target.command,
             "model": self.source.reference,
@@ -149,8 +161,9 @@ class Plan:
             "loads_in": target.host.loads_in,
             "model_type": target.host.layout(self.family).model_type,
             "cache_dtype": self.cache_dtype,
-            "kv_bytes_per_token_before": before.bytes_per_token(self.source.dtype),
-            "kv_bytes_per_token_after": target.spec.bytes_per_token(self.cache_dtype),
+            "kv_bytes_per_token_before": held[0],
+            "kv_bytes_per_token_after": held[1],
+            **({"kv_context": self.context} if before.is_cut(self.context) else {}),
             "output": str(self.output.path),
             "notes": list(self.notes),
         }

@@ -46,6 +46,7 @@ def inspection(source: Source) -> Facts:
     family = readable(source)
     spec = family.spec(source.config)
     host, _ = _carrier(source, family, spec, "mla")
+    context = source.longest_context
     facts = {
         "model": source.reference,
         "family": family.model_type,
@@ -60,18 +61,22 @@ def inspection(source: Source) -> Facts:
         "max_positions": source.max_positions,
         **family.describe(source.config),
         "cache_dtype": source.dtype,
-        "kv_bytes_per_token": spec.bytes_per_token(source.dtype),
+        "kv_bytes_per_token": spec.bytes_per_token(source.dtype, context),
+        **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
         "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
         "output_classes": {kind: _host(source, family, spec, kind) for kind in HOSTS},
-        **_noted(source),
+        **_noted(source, spec, context),
     }
     return Facts(facts, _inspection_text(facts))
 
 
-def _noted(source: Source) -> dict[str, Any]:
-    """What a conversion will say that reads more than the config, and a remark on the code beside weights that are here."""
-    notes = list(source.notes)
+def _noted(source: Source, spec: AttentionSpec, context: int) -> dict[str, Any]:
+    """What a conversion will say that reads more than the config, what windows keep out of the cache, and a remark on the code
+    beside weights that are here.
+    """
+    windows = spec.window_note(context)
+    notes = [*([windows] if windows else ()), *source.notes]
     if source.directory and source.code_note:
         notes.append(source.code_note)
     try:
@@ -179,7 +184,7 @@ def capacity(
         "gpu_share": share,
         "targets": rows,
         "mla": None if host else f"none: {reason}",
-        **_noted(source),
+        **_noted(source, spec, context),
     }
     return Facts(facts, _capacity_text(facts))
 
@@ -331,7 +336,7 @@ def _where(plan: Plan) -> str:
 
 def _plan_lines(plan: Plan) -> list[str]:
     target, method, text = plan.target, plan.target.method, plan.calibration
-    before, after = plan.before.bytes_per_token(plan.source.dtype), target.spec.bytes_per_token(plan.cache_dtype)
+    (before, after), at = plan.kv_bytes_per_token, plan.before.at_context(plan.context)
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
@@ -340,7 +345,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     return [
         f"{plan.before.kind} → {target.spec.kind}, {how}",
         *_steps_line(plan),
-        f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
+        f"KV cache: {before:.0f} → {after:.0f} bytes per token{at} ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
 
@@ -390,7 +395,8 @@ def plans_text(plans: Sequence[Plan], seconds: float) -> str:
     rows = []
     for plan in plans:
         spec = plan.target.spec
-        before, after = plan.before.bytes_per_token(plan.source.dtype), spec.bytes_per_token(plan.cache_dtype)
-        rows.append([plan.output.path.name, spec.kind, plan.target.method.name, str(after), f"{after / before:.1%}"])
-    shown = table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4))
+        before, after = plan.kv_bytes_per_token
+        rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
+    at = plans[0].before.at_context(plans[0].context)
+    shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))
     return f"{shown}\n\n{expected_line(seconds)}\nwould be written to {plans[0].output.path.parent}, with a report"

@@ -106,6 +106,11 @@ class Sizing:
                 yield target
 
     @property
+    def context(self) -> int:
+        """The tokens of a sequence at which budgets count."""
+        return self.bounds.source.longest_context
+
+    @property
     def chosen_by_text(self) -> bool:
         """Whether the text chooses among splits of a budget: no folds of frequencies and no engine limit the sizes."""
         return not self.method.folds and not self._few_sizes
@@ -158,21 +163,27 @@ class Sizing:
                 hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
             )
         source, before = self.bounds.source, self.bounds.before
-        share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype)
-        budget = int(share * whole) if request.kv_bytes is None else request.kv_bytes
+        share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype, self.context)
+        budget: float = share * whole if request.kv_bytes is None else request.kv_bytes
+        budget = int(budget) if isinstance(whole, int) else budget
         if budget > whole:
-            raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
+            at = before.at_context(self.context)
+            raise Refusal(
+                f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
+            )
         return self._of_budget(budget, request.cache_dtype or self.dtype)
 
-    def _of_budget(self, budget: int, form: str) -> tuple[int, int]:
+    def _of_budget(self, budget: float, form: str) -> tuple[int, int]:
         """R and P of a budget of bytes per token in all layers, for a cache in that format."""
         bounds, step = self.bounds, format_named(form).multiple
-        values = budget * 8 // (bounds.before.num_layers * format_named(form).bits)
+        held = sum(bounds.before.tokens_held(self.context))
+        values = int(budget * 8 * self.context // (held * format_named(form).bits))
         if self.engine is not None and self._few_sizes:
             return self.engine.fitting(values)
         fewest = min(bounds.most_rotary_dims, max(2, step)) if bounds.rotary_dim else 0
         least = bounds.before.latent(-(-bounds.with_reserved(1) // step) * step, fewest)
-        least_bytes = least.bytes_per_token(form)  # refuses a model whose rotary dims are too few for the format
+        # Refuses a model whose rotary dims are too few for the format.
+        least_bytes = math.ceil(least.bytes_per_token(form, self.context))
         try:
             while True:
                 if found := self._within(*bounds.for_budget(values), budget, form):
@@ -180,11 +191,12 @@ class Sizing:
                 values -= 1
         except Refusal as error:
             raise Refusal(
-                f"a budget of {budget} bytes per token is too small for any rank: {error}",
-                hint=f"the least is {least_bytes} bytes per token in {form}, and little is left of a model there",
+                f"a budget of {budget:.0f} bytes per token is too small for any rank: {error}",
+                hint=f"the least is {least_bytes} bytes per token{least.at_context(self.context)} in {form}, "
+                "and little is left of a model there",
             ) from None
 
-    def _within(self, rank: int, rope_dim: int, budget: int, form: str) -> tuple[int, int] | None:
+    def _within(self, rank: int, rope_dim: int, budget: float, form: str) -> tuple[int, int] | None:
         """R and P of as many numbers or less that the format takes, if their cache keeps to a budget of bytes per token.
 
         P is rounded up, as far as there are rotary dims.
@@ -195,7 +207,8 @@ class Sizing:
         rank = (rank + rope_dim - kept) // step * step
         if rank < 1 or (rope_dim and not kept):
             return None
-        return (rank, kept) if self.bounds.before.latent(rank, kept).bytes_per_token(form) <= budget else None
+        held = self.bounds.before.latent(rank, kept).bytes_per_token(form, self.context)
+        return (rank, kept) if held <= budget else None
 
     def _alternatives(self, start: LatentTarget) -> list[tuple[int, int]]:
         """R and P of each split."""
@@ -203,7 +216,7 @@ class Sizing:
         kept = spec.qk_rope_head_dim
         values = (spec.kv_lora_rank or 0) + kept
         found: list[tuple[int, int]] = []
-        budget, step = spec.bytes_per_token(form), format_named(form).multiple
+        budget, step = spec.bytes_per_token(form, self.context), format_named(form).multiple
         for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
             rank, full = values - rope_dim, bounds.full_rank(rope_dim)
             channels = rank - bounds.host.reserved(rank) if rank > 0 else 0
@@ -233,7 +246,8 @@ class Sizing:
                 hint="use int4 or q4_0, or leave out --portable",
             )
         ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
-        (replace(spec, layer_ranks=ranks) if ranks else spec).bytes_per_token(form)  # refuses what the format does not take
+        spec.bytes_per_token(form)  # refuses what the format does not take
+        format_named(form).require("latent", *ranks)
         target = LatentTarget(
             before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
         )
@@ -310,7 +324,8 @@ class Sizing:
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
             which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
             yield f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel"
-        if spec.bytes_per_token(target.cache_dtype or self.dtype) >= self.bounds.before.bytes_per_token(source.dtype):
+        held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
+        if held >= self.bounds.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"
 
 

@@ -335,6 +335,11 @@ class Source:
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
     @property
+    def longest_context(self) -> int:
+        """The context at which KV bytes count where none is given: all positions, or 2048 if the config does not say."""
+        return self.max_positions or _DEFAULT_CONTEXT
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether it has a file that a tokenizer is made from."""
         return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)

@@ -5,6 +5,7 @@ A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. It reads no weight
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ GPUS: dict[str, float] = {
     "H200": 141,
 }
 GIGABYTE = 10**9
+_LONGEST = 2**40  # tokens: a cache of which windows bound every layer fits at any length
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Fit:
 
     Attributes:
         kind: "MHA", "GQA-8", …
-        kv_bytes_per_token: Bytes of KV cache per token and sequence, all layers.
+        kv_bytes_per_token: Bytes of KV cache per token and sequence, all layers, at the given context.
         kv_bytes: Bytes of KV cache at the given batch and context.
         weight_bytes: Bytes of all parameters.
         longest_context: Per GPU, the most tokens per sequence that fit beside the weights at this batch; 0 if those do not fit.
@@ -38,7 +40,7 @@ class Fit:
     """
 
     kind: str
-    kv_bytes_per_token: int
+    kv_bytes_per_token: float
     kv_bytes: int
     weight_bytes: int
     longest_context: dict[str, int]
@@ -96,16 +98,24 @@ def fit(
         cache_dtype: The format of the cache, see `attention.formats`; None for `dtype`.
     """
     form, full = cache_dtype or dtype, dtype_bytes(dtype)
-    per_token, group = spec.bytes_per_token(form), format_named(form).tokens
-    opened = spec.cache_bytes(form, group, full) - group * per_token  # what the newest keys take beyond others, at most
     weights = parameters * full
-    room = {name: share * size * GIGABYTE - weights for name, size in gpus.items()}
-    longest = {name: max(0, int((free / batch - opened) // per_token)) for name, free in room.items()}
+    room = {name: (share * size * GIGABYTE - weights) / batch for name, size in gpus.items()}
+    longest = {name: _longest(spec, form, full, free) for name, free in room.items()}
     return Fit(
         kind=spec.kind,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=spec.bytes_per_token(form, context),
         kv_bytes=spec.cache_bytes(form, context, full) * batch,
         weight_bytes=weights,
         longest_context=longest,
         fits={name: tokens >= context for name, tokens in longest.items()},
     )
+
+
+def _longest(spec: AttentionSpec, form: str, full: int, room: float) -> int:
+    """The most tokens of one sequence whose cache takes at most `room` bytes."""
+    if spec.windows is not None:
+        tokens = range(_LONGEST)
+        return max(0, bisect_right(tokens, room, key=lambda context: spec.cache_bytes(form, context, full)) - 1)
+    per_token, group = spec.bytes_per_token(form), format_named(form).tokens
+    opened = spec.cache_bytes(form, group, full) - group * per_token  # what the newest keys take beyond others, at most
+    return max(0, int((room - opened) // per_token))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,24 +15,27 @@ from eval.machine.device import input_device
 _PROMPT = 16
 
 
-def measured_bytes_per_token(model: Any, dtype: str) -> float:
-    """Bytes per token of the cache that `model` fills over a short prompt, converted to storage in `dtype`.
+def measured_bytes_per_token(model: Any, dtype: str, context: int | None = None) -> float:
+    """Bytes per token of the cache that `model` fills over so many tokens, converted to storage in `dtype`.
 
     The model may run in another dtype than its checkpoint's (fp32 on a CPU): values are counted, and converted to bytes
-    in `dtype`.
+    in `dtype`. None for `context` is a short prompt within the windows of all layers.
     """
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
-    prompt = max(1, min(_PROMPT, window - 1))  # within the window every layer caches every token
-    kept = [layer for layer in _filled(model, prompt).layers if getattr(layer, "keys", None) is not None]
+    if context is None:
+        window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
+        context = max(1, min(_PROMPT, window - 1))
+    kept = [layer for layer in _filled(model, context).layers if getattr(layer, "keys", None) is not None]
     values = sum(layer.keys.numel() + layer.values.numel() for layer in kept)  # linear attention has no keys
-    return values / prompt * dtype_bytes(dtype)
+    return values * dtype_bytes(dtype) / context
 
 
 def _filled(model: Any, tokens: int) -> Any:
     """The cache of so many tokens."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
+    # The logits of a long text can be larger than the model.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True).get(CACHE)
+        cache = model(input_ids=ids, use_cache=True, **last).get(CACHE)
     if cache is None:
         raise Failure(
             f"{type(model).__name__} keeps no KV cache", hint="kvfold evaluates decoder-only models; is this an encoder?"
@@ -40,7 +44,7 @@ def _filled(model: Any, tokens: int) -> Any:
 
 
 def cache_figures(
-    model: Any, spec: AttentionSpec, dtype: str, source_bytes: int, form: str | None = None, context: int = _PROMPT
+    model: Any, spec: AttentionSpec, dtype: str, source_bytes: float, form: str | None = None, context: int = _PROMPT
 ) -> dict[str, Any]:
     """The cost part of one report entry.
 
@@ -48,15 +52,18 @@ def cache_figures(
         model: The model, loaded.
         spec: Its attention.
         dtype: The checkpoint's own dtype, in which a cache without a format is counted.
-        source_bytes: The source's KV bytes per token.
+        source_bytes: The source's KV bytes per token, at this context.
         form: The format that the model stores its cache in; None for none.
-        context: Tokens of the cache that is reported; where the newest keys are not encoded, bytes per token depend on it.
+        context: Tokens of the cache that is reported; with windows, or where the newest keys are not encoded, bytes per token
+            depend on it.
 
     Raises:
         Failure: Prediction and measurement differ, so neither can be reported.
     """
+    cut = spec.is_cut(context)
     if form is None:
-        predicted, measured = float(spec.bytes_per_token(dtype)), measured_bytes_per_token(model, dtype)
+        filled = context if cut else None
+        predicted, measured = spec.bytes_per_token(dtype, filled), measured_bytes_per_token(model, dtype, filled)
     else:
         full = dtype_bytes(dtype)
         predicted = spec.cache_bytes(form, context, full) / context
@@ -69,7 +76,8 @@ def cache_figures(
     return {
         "cache_dtype": form or dtype,
         "cache_format": form,
-        "kv_bytes_per_token": int(predicted) if predicted.is_integer() else predicted,
+        "kv_bytes_per_token": int(predicted) if predicted == int(predicted) else predicted,
         "kv_bytes_measured": measured,
         "cache_ratio": predicted / source_bytes,
+        **({"kv_context": context} if cut else {}),
     }

@@ -195,8 +195,9 @@ class _Models:
                 store_encoded(model, form)
             if index == len(self.entries):  # the first time
                 spec = AttentionSpec.from_config(source.config)
-                before = self.entries[0]["kv_bytes_per_token"] if self.entries else spec.bytes_per_token(source.dtype)
-                self.entries.append(self._known[index] | cache_figures(model, spec, source.dtype, before, form, self._context))
+                context, known = self._context, self._known[index]
+                whole = self.entries[0]["kv_bytes_per_token"] if self.entries else spec.bytes_per_token(source.dtype, context)
+                self.entries.append(known | cache_figures(model, spec, source.dtype, whole, form, context))
             yield model
 
     def visit(self, index: int, model: Any) -> None:

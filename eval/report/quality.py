@@ -70,7 +70,17 @@ def _warnings(report: Report) -> list[str]:
     ]
     unlike = [f"Warning: of {model['name']}, {note}." for model in report["models"] if (note := model.get("code"))]
     compared = [f"Warning: {model['name']} {said}." for model in report["models"] for said in model.get("remarks", [])]
-    return flattered + beyond + unlike + compared + _large_losses(report)
+    return _windowed(report) + flattered + beyond + unlike + compared + _large_losses(report)
+
+
+def _windowed(report: Report) -> list[str]:
+    """One sentence on bytes that depend on the context."""
+    cut = [model for model in report["models"] if "kv_context" in model]
+    return [
+        f"KV bytes per token, and shares of them, are those of {model['kv_context']:,} tokens: "
+        "the windows of some layers keep the older ones out of the cache."
+        for model in cut[:1]
+    ]
 
 
 def _large_losses(report: Report) -> list[str]:

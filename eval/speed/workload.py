@@ -16,7 +16,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from attention.versions import CACHE
 from eval.machine.device import input_device, out_of_memory
 
@@ -111,9 +111,9 @@ class Workload:
         Raises:
             Failure: It has another size.
         """
-        predicted = self.ids.numel() * spec.bytes_per_token(dtype)
-        windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
-        if self.cache_bytes != predicted and not (windows and self.cache_bytes < predicted):
+        batch, context = self.ids.shape
+        predicted = batch * spec.cache_bytes(dtype, context, dtype_bytes(dtype), static=True)
+        if self.cache_bytes != predicted:
             raise Failure(
                 f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
                 hint="this class caches something that kvfold does not know; please report the model type",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import random_model, tiny_config, tiny_model
 from tiny_mla import logits, mla_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -19,6 +20,7 @@ from attention.cache import EncodedLayer
 from attention.encoded_forward import store_encoded
 from attention.errors import Refusal
 from attention.formats import FORMATS
+from attention.rounded import rounding_cache
 from attention.spec import AttentionSpec
 
 GROUPED = [name for name, form in FORMATS.items() if form.tokens]
@@ -127,6 +129,105 @@ def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
         torch.testing.assert_close(logits(model, ids, chunks=chunks), expected, rtol=0, atol=1e-9)
     lossy = store_encoded(model, "int4")
     torch.testing.assert_close(logits(lossy, ids, chunks=[40]), logits(lossy, ids, chunks=[LONG]), rtol=0, atol=1e-9)
+
+
+# Layers in turn, all, and every other one with sinks; the last sees chunks of tokens.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "mistral": {"sliding_window": 20},
+    "gpt_oss": {"sliding_window": 20},
+    "llama4_text": {"attention_chunk_size": 20, "no_rope_layers": [1, 1, 0]},
+}
+
+
+def windowed_model(model_type: str) -> Any:
+    sizes = {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = random_model(tiny_config(model_type, **sizes | WINDOWED[model_type])).double()
+    model.config._experts_implementation = "eager"  # others take no float64
+    if model_type != "gpt_oss":  # whose sinks need eager attention; that of others has a softmax in float32
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def in_steps(model: Any, ids: torch.Tensor, lengths: list[int], form: str) -> torch.Tensor:
+    """The logits of a text that is read in pieces, behind each of which the cache has the bytes that are predicted."""
+    spec, cache, found = AttentionSpec.from_config(model.config), None, []
+    for piece in ids.split(lengths, 1):
+        with torch.no_grad():
+            output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+        held = sum(layer.stored_bytes(8) for layer in cache.layers)
+        assert held == len(ids) * spec.cache_bytes(form, cache.get_seq_length(), 8)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("form", ["float64", "int8", "q8_0", "int4"])
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_a_layer_with_a_window_holds_no_more_and_reads_the_same(model_type: str, form: str) -> None:
+    """As the whole text reads rounded values, with the class's own mask; of keys along time, however the text is cut."""
+    model, ids = windowed_model(model_type), tokens(2, LONG)
+    spec = AttentionSpec.from_config(model.config)
+    close = 1e-4 if model_type == "llama4_text" else 1e-9  # it rotates in float32
+    rounding = None if FORMATS[form].tokens else rounding_cache(FORMATS[form], spec)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=rounding, use_cache=rounding is not None).logits
+    store_encoded(model, form)
+    expected = in_steps(model, ids, [LONG], form) if rounding is None else expected
+    for lengths in ([LONG], [1] * LONG, [18, 1, 1, 25, 30], [50, *[1] * 25]):
+        torch.testing.assert_close(in_steps(model, ids, lengths, form), expected, rtol=0, atol=close)
+    assert spec.cache_bytes(form, LONG, 8) < replace(spec, windows=None).cache_bytes(form, LONG, 8)
+
+
+def test_room_that_a_long_text_took_is_given_back() -> None:
+    model = store_encoded(windowed_model("mistral"), "int8")
+    cache = filled(model, tokens(1, 600))
+    (rows, _), spec = cache.layers[0].parts, AttentionSpec.from_config(model.config)
+    assert rows._encoded._held[0].shape[2] == rows.length == 19
+    assert sum(layer.stored_bytes(8) for layer in cache.layers) == spec.cache_bytes("int8", 600, 8)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_padding_before_a_window_changes_nothing(form: str) -> None:
+    model, ids = store_encoded(windowed_model("gemma3_text"), form), tokens(1, LONG)
+    padded = torch.cat([torch.full((1, 32), 5), ids], 1)
+    mask = torch.cat([torch.zeros(1, 32), torch.ones(1, LONG)], 1).long()
+    places, cache, found = (mask.cumsum(-1) - 1).clamp(min=0), None, []
+    for start, end in ((0, 60), (60, 61), (61, 32 + LONG)):
+        with torch.no_grad():
+            output = model(
+                padded[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=places[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        cache = output.past_key_values
+        found.append(output.logits)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found, 1)[:, 32:], model(ids).logits, rtol=0, atol=1e-9)
+
+
+def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
+    model, ids = store_encoded(windowed_model("gemma3_text"), "int8"), tokens(1, LONG)
+    early = filled(model, ids[:, :19])
+    early.crop(-9)
+    assert early.get_seq_length() == 10
+    cache = filled(model, ids[:, :40])
+    with pytest.raises(Refusal, match="sees 20 tokens has forgotten those before token 21, which the first 35 need"):
+        cache.crop(-5)
+    cache = filled(model, ids[:, :40])
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, 40:60], past_key_values=cache)
+        cache.crop(-15)
+        assert [layer.parts[0].length for layer in cache.layers] == [19, 45, 19]
+        found = model(ids[:, 60:], past_key_values=cache).logits
+        expected = model(torch.cat([ids[:, :45], ids[:, 60:]], 1)).logits[:, 45:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    draft, prompt = windowed_model("mistral"), ids[:, :40]
+    plain = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(plain, model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from attention.errors import Refusal
+from attention.formats import FORMATS
+from attention.models.configuration_kvfold import KvfoldConfig
 from attention.spec import AttentionSpec, dtype_bytes
 
 LLAMA_2_7B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128)
@@ -118,7 +120,65 @@ def test_a_config_with_parts_is_read_at_its_text_part() -> None:
     from transformers import Gemma3Config
 
     text = {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48}
-    assert AttentionSpec.from_config(Gemma3Config(text_config=text)) == AttentionSpec(4, 6, 3, 32)
+    config = Gemma3Config(text_config=text | {"max_position_embeddings": 8192, "sliding_window": 16})
+    assert AttentionSpec.from_config(config) == AttentionSpec(4, 6, 3, 32, windows=(16,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 16}, (16, 16, 16)),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 128}, None),
+        ("phi3", {"sliding_window": 2047, "max_position_embeddings": 4096}, (2047, 2047, 2047)),
+        ("qwen2", {"sliding_window": 131072, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
+        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 3}, (16, 16, None)),
+        ("gpt_oss", {"sliding_window": 16}, (16, None, 16)),
+        ("llama4_text", {"attention_chunk_size": 16, "no_rope_layers": [1, 1, 0]}, (16, 16, None)),
+        ("gpt_neo", {}, None),
+    ],
+)
+def test_windows_are_those_of_transformers_cache(model_type: str, changes: dict[str, Any], windows: Any) -> None:
+    """A window inside an attention, as gpt_neo has it, keeps nothing out of the cache, nor one over all positions."""
+    config = tiny_config(model_type, **changes)
+    assert AttentionSpec.from_config(config).windows == windows
+    if model_type == "mistral":
+        wrapped = KvfoldConfig(text_config=config, attention_path="model.layers.{layer}.self_attn")
+        assert AttentionSpec.from_config(wrapped).windows == windows
+
+
+def test_a_config_without_a_cache_is_refused() -> None:
+    config = tiny_config("llama", layer_types=["sliding_attention"] * 3)
+    with pytest.raises(Refusal, match=r"transformers makes no KV cache for this config of type 'llama': .*sliding_window"):
+        AttentionSpec.from_config(config)
+
+
+def test_windows_bound_what_layers_hold() -> None:
+    """Gemma 3 of 18 layers, and of 26, whose 139 MiB others have measured."""
+    pattern = (*(512,) * 5, None)
+    small, large = (AttentionSpec(n, 4, 1, 256, windows=(pattern * 5)[:n]) for n in (18, 26))
+    assert large.cache_bytes("bfloat16", 32768, 2) == (22 * 511 + 4 * 32768) * 1024 == 145_729_536
+    assert small.cache_bytes("bfloat16", 32768, 2) == small.bytes_per_token("bfloat16", 32768) * 32768 == 108_512_256
+    assert small.bytes_per_token("bfloat16") == small.bytes_per_token("bfloat16", 511) == 18 * 1024
+    assert small.cache_bytes("bfloat16", 32768, 2, static=True) == (15 * 512 + 3 * 32768) * 1024
+    assert small.window_note(511) is None
+    assert small.window_note(32768) == (
+        "the windowed layers (15 of 18, which see 512 tokens) are 7.2% of the cache at 32,768 tokens"
+    )
+    assert (small.at_context(511), small.at_context(512)) == ("", " at 512 tokens")
+    latent = dataclasses.replace(small.latent(96, 32), layer_ranks=(64,) * 17 + (640,))
+    assert latent.cache_bytes("bfloat16", 32768, 2) == ((15 * 511 + 2 * 32768) * 96 + 32768 * 672) * 2
+    assert "are 2.5% of" in str(latent.window_note(32768))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("context", [1, 20, 64, 1000])
+def test_without_windows_bytes_per_token_do_not_depend_on_the_context(form: str, context: int) -> None:
+    for spec in (LLAMA_3_8B, LLAMA_3_8B.latent(512, 64)):
+        if spec.takes(form):
+            assert spec.bytes_per_token(form, context) == spec.bytes_per_token(form)
+            assert isinstance(spec.bytes_per_token(form, context), int)
 
 
 def test_a_latent_is_counted_by_rank_and_rotary_dims() -> None:

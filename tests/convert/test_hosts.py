@@ -19,6 +19,7 @@ from attention import load
 from attention.latent import LatentAttention
 from attention.models import MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
+from attention.spec import AttentionSpec
 from attention.versions import keep_caps
 from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
@@ -247,6 +248,29 @@ def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make,
     assert [module._absorbs(1, cached, None) for cached in (7, 8)] == [True, False]
     assert [module._absorbs(2, cached, padding) for cached in (7, 8)] == [True, False]
     assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
+
+
+def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """A latent of kvfold's class; also absorbed, and in int8, of which layers with windows forget as much."""
+    source, ids = made(checkpoint, "gemma3_text"), tokens(40)
+    done = json.loads(ok(convert("mla", source, tmp_path / "out", *small("gemma3_text"), "--json")).stdout)
+    row = (24 + 4) * 4
+    held = {"before": (2 * 6 + 128) * 2 * 32 * 4 / 128, "after": (2 * 6 + 128) * row / 128, "cache_dtype": "float32"}
+    assert done["conversion"]["kv_bytes_per_token"] == held | {"context": 128}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| KV cache, bytes per token at 128 tokens | {held['before']:.0f} | {held['after']:.0f} (" in card
+    assert "the windowed layers (2 of 3, which see 7 tokens) are 8.6% of the cache at 128 tokens" in card
+    assert measured_bytes_per_token(stock(tmp_path / "out"), "float32", 128) == held["after"]
+    model = load(tmp_path / "out", when="always", dtype=torch.float64, cache_dtype="int8")
+    with torch.no_grad():
+        whole, cache, found = model(ids).logits, None, []
+        for piece in ids.split([9, *[1] * 31], 1):
+            output = model(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-6)
+    spec = AttentionSpec.from_config(model.config)
+    assert sum(layer.stored_bytes(8) for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40, 8)
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "gpt_neox", "gptj", "gemma", "mpt", "qwen3"])

@@ -36,6 +36,13 @@ def test_rank_goes_where_it_saves_most() -> None:
     assert shared_out(costs, STEPS, STEPS, 100) == (8, 8, 8)
 
 
+def test_layers_that_hold_fewer_tokens_pay_less() -> None:
+    costs = [[9.0, 4.0, 2.0, 1.0], [9.0, 4.0, 2.0, 1.0]]
+    assert shared_out(costs, STEPS, STEPS, 8) == (4, 4)
+    assert shared_out(costs, STEPS, STEPS, 4 * (1 + 9), (1, 9)) == (8, 2)
+    assert shared_out(costs, STEPS, STEPS, 8 + 4 * 9, (1, 9)) == (8, 4)
+
+
 def test_a_price_need_not_be_in_proportion_to_its_rank() -> None:
     costs, prices = [[9.0, 4.0, 2.0, 1.0], [9.0, 5.0, 2.0, 1.0]], (2, 4, 7, 9)
     assert shared_out(costs, STEPS, prices, 11) == (4, 6)

@@ -198,6 +198,44 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     assert "MLA-12+8" in table
 
 
+WINDOWS: dict[str, Any] = {
+    "model_type": "gemma3_text", "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+NOTE = "the windowed layers (2 of 3, which see 20 tokens) are 22.9% of the cache at 128 tokens"
+
+
+def test_windows_count_at_all_positions_or_at_the_context(source: Sources, output: Output) -> None:
+    made, row = source(**WINDOWS), 2 * 4 * 8 * 4
+    facts = inspection(made)
+    assert facts["kv_bytes_per_token"] == (2 * 19 + 128) * row / 128 == 332
+    assert (facts["kv_context"], facts["notes"]) == (128, [NOTE])
+    for context in (19, 128, 1000):
+        found = capacity(made, "float32", 2, context, ROOM, 0.9)
+        assert found["targets"][0]["kv_bytes"] == 2 * (2 * min(19, context) + context) * row
+        assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
+        assert ("notes" in found) == (context > 19)
+    grouped = plan_grouped("gqa", made, 2, load_grouped("mean"), 0, "cpu", output)
+    text = plan_text(grouped, 90.0).splitlines()
+    assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
+    assert NOTE in text
+    assert (grouped.as_dict()["kv_bytes_per_token_after"], grouped.as_dict()["kv_context"]) == (166, 128)
+    assert "KV bytes/token at 128 tokens" in plans_text([grouped], 90.0)
+    # A share of each layer, as without windows; bytes are those of all positions.
+    whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
+    for share in (0.5, 0.3, 0.25):
+        specs = [
+            plan_latent(one, LatentRequest(kv_share=share), load_latent("svd"), CalibrationOptions(), "cpu", output).target.spec
+            for one in (made, whole)
+        ]
+        assert (specs[0].kv_lora_rank, specs[0].windows) == (specs[1].kv_lora_rank, (20, None, 20))
+    size = LatentRequest(kv_bytes=166)
+    spec = plan_latent(made, size, load_latent("svd"), CalibrationOptions(), "cpu", output).target.spec
+    assert spec.bytes_per_token("float32", 128) == 166
+    with pytest.raises(Refusal, match=r"of 333 bytes per token exceeds the 332 of .* at 128 tokens: nothing to save"):
+        plan_latent(made, LatentRequest(kv_bytes=333), load_latent("svd"), CalibrationOptions(), "cpu", output)
+
+
 # ---- by commands ---------------------------------------------------------------------------------------------------
 
 

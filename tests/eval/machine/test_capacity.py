@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,18 @@ def test_what_fits_on_which_gpu() -> None:
     # 64 GB of weights leave 16 and 77 GB for 16 sequences of 1.31072 MB a token.
     assert found.longest_context == {"small": 0, "medium": 762, "large": 3671}
     assert found.fits == {"small": False, "medium": False, "large": True}
+
+
+def test_windows_count_at_the_context() -> None:
+    half = replace(LARGE, windows=(1024, None) * 32)
+    found = sized(half, context=4096, gpus={"large": 141}, share=1.0)
+    row = 2 * 40 * 128 * 2
+    assert found.kv_bytes == 16 * 32 * (1023 + 4096) * row == 16 * 4096 * found.kv_bytes_per_token
+    longest = found.longest_context["large"]
+    assert longest == (141 - 64) * GIGABYTE // (16 * 32 * row) - 1023
+    bounded = sized(replace(LARGE, windows=(1024,) * 64), context=10**6, gpus={"small": 64, "large": 141}, share=1.0)
+    assert bounded.kv_bytes == 16 * 64 * 1023 * row
+    assert bounded.fits == {"small": False, "large": True}, "at any length"
 
 
 def test_gpus_are_known_by_the_gigabytes_on_their_box() -> None:

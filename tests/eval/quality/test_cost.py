@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import tiny_config, tiny_model
+from tiny import random_model, tiny_config, tiny_model
 
+from attention.encoded_forward import store_encoded
 from attention.errors import Failure
 from attention.spec import AttentionSpec
 from eval.quality.cost import cache_figures, measured_bytes_per_token
@@ -85,6 +86,29 @@ def test_an_encoder_has_no_cache_to_measure() -> None:
     )
     with pytest.raises(Failure, match="BertLMHeadModel keeps no KV cache"):
         measured_bytes_per_token(model.eval(), "float32")
+
+
+WINDOWED = FAMILIES | {"gpt_oss": {"sliding_window": 64}, "llama4_text": {"attention_chunk_size": 64}}
+
+
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+def test_what_windows_keep_out_of_the_cache_is_not_counted(model_type: str, form: str | None) -> None:
+    sizes = {"max_position_embeddings": 512, "num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4}
+    fields = {key: value for key, value in WINDOWED[model_type].items() if key != "layer_types"}
+    model = random_model(tiny_config(model_type, **sizes | fields))
+    spec = AttentionSpec.from_config(model.config)
+    whole = spec.bytes_per_token("float32")
+    if form:
+        store_encoded(model, form)
+    for context, cut in ((63, False), (64, True), (256, True)):
+        before = spec.bytes_per_token("float32", context)
+        figures = cache_figures(model, spec, "float32", before, form, context)  # measures, too
+        held = spec.cache_bytes(form or "float32", context, 4) / context
+        assert figures["kv_bytes_per_token"] == figures["kv_bytes_measured"] == held
+        assert figures.get("kv_context") == (context if cut else None)
+        assert before < whole if cut else before == whole
+        assert form is not None or figures["cache_ratio"] == 1
 
 
 def test_a_very_short_window_is_measured_within_it() -> None:

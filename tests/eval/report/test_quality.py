@@ -591,6 +591,14 @@ def test_a_warning_heeds_the_longest_context() -> None:
     assert "calibrated for contexts of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)
 
 
+def test_bytes_that_depend_on_the_context_name_it() -> None:
+    report = a_report(2)
+    assert "KV bytes per token, and shares" not in reports.to_markdown(report)
+    report["models"][1]["kv_context"] = 2048
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "KV bytes per token, and shares of them, are those of 2,048 tokens" in page
+
+
 def test_many_models_leave_room_in_the_charts() -> None:
     """A figure whose axes collapse makes matplotlib warn, which fails a test."""
     report = with_probes(a_report(14))

@@ -178,6 +178,8 @@ def test_windows_are_counted_as_they_are_kept() -> None:
     work.fill()
     work.check_cache("it", AttentionSpec.from_config(work.model.config), "float32")
     assert work.cache_bytes == 8 * 3 * 2 * 4 * 8 * 4
+    with pytest.raises(Failure, match=r"holds 6144 bytes, its config predicts 12288"):
+        work.check_cache("it", AttentionSpec.from_config(work.model.config), "float64")
 
 
 def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
