@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
-from convert.methods.text import Method, TextUse
+from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
+from convert.planning.bounds import rotary_dim
+from convert.planning.positions import limited
 
 if TYPE_CHECKING:
     from attention.formats import Format
+    from attention.rope import Rotary
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
@@ -75,6 +79,33 @@ class Plan:
     def cache_dtype(self) -> str:
         """The dtype by which the bytes of the result's cache are counted."""
         return self.target.cache_dtype or self.output.dtype or self.source.dtype
+
+    @property
+    def calibrated(self) -> Calibrated | None:
+        """For how many positions the result is calibrated; None if that is for all that its source has.
+
+        Whatever keeps the whole RoPE holds where its source holds: GQA, and MLA with all rotary dims. So does what is calibrated
+        for all that its layers see.
+        """
+        if (of := self.source.run_positions) is None:
+            return None
+        before, found = self.source.calibrated, of
+        if not self.target.copies and self.target.spec.qk_rope_head_dim < self._rotary_dims:
+            found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
+            seen = [self.family.window(self.source.config, layer) or of for layer in range(self.before.num_layers)]
+            found = found if found < max(seen) else of
+        found = min(found, before.positions if before else of)
+        return Calibrated(found, of, found) if found < of else None
+
+    @property
+    def _rotary_dims(self) -> int:
+        """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
+        return self.before.rotary_keys * rotary_dim(self.source, self.family) if self.target.spec.kv_lora_rank else 0
+
+    def config(self, rotary: Rotary | None) -> dict[str, Any]:
+        """The result's config.json; `rotary` is the rotary embedding of its RoPE key, if it has one."""
+        made, calibrated = self.target.config(self.source, rotary), self.calibrated
+        return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property
     def rounding(self) -> Format | None:
@@ -151,6 +182,7 @@ class Plan:
             "cache_dtype": self.cache_dtype,
             "kv_bytes_per_token_before": before.bytes_per_token(self.source.dtype),
             "kv_bytes_per_token_after": target.spec.bytes_per_token(self.cache_dtype),
+            "calibrated_positions": self.calibrated.positions if self.calibrated else None,
             "output": str(self.output.path),
             "notes": list(self.notes),
         }

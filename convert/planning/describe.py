@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import AttentionSpec
@@ -303,7 +304,7 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
 
 def plan_text(plan: Plan, seconds: float) -> str:
     """A planned conversion, for a terminal, and how long it will take."""
-    lines = [*_plan_lines(plan), expected_line(seconds), f"would be written to {_where(plan)}"]
+    lines = [*_plan_lines(plan), *_said(plan.calibrated), expected_line(seconds), f"would be written to {_where(plan)}"]
     return "\n".join(lines)
 
 
@@ -315,7 +316,12 @@ def expected_line(seconds: float) -> str:
 def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
     measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
-    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}"])
+    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
+
+
+def _said(calibrated: Calibrated | None) -> list[str]:
+    """For how many positions a result is calibrated, if that is not for all."""
+    return [f"{calibrated} (--calibration-context N calibrates for N)"] if calibrated else []
 
 
 def _where(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attention import models
+from attention.calibrated import Calibrated
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules, layouts
 from eval.inputs.former import Former, former_of
@@ -302,6 +303,16 @@ class Source:
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
     @property
+    def calibrated(self) -> Calibrated | None:
+        """For how many positions a conversion has calibrated it; None for any other model, and where that is for all."""
+        return Calibrated.of_config(self.config)
+
+    @property
+    def run_positions(self) -> int | None:
+        """The most positions that it can be run at: those of its source, if it is calibrated for fewer."""
+        return self.calibrated.of if self.calibrated else self.max_positions
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether it has a file that a tokenizer is made from."""
         return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
@@ -395,8 +406,8 @@ class Source:
 
 
 def position_limit(sources: Sequence[Source]) -> int | None:
-    """The most positions that all of these models support, or None if no config says."""
-    return min((limit for source in sources if (limit := source.max_positions)), default=None)
+    """The most positions that all of these models can be run at, or None if no config says."""
+    return min((limit for source in sources if (limit := source.run_positions)), default=None)
 
 
 def _number(value: dict[str, Any]) -> Any:
