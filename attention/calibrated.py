@@ -30,10 +30,8 @@ class Calibrated:
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Calibrated | None:
         """What a config.json, or a conversion.json, says; None if it says nothing."""
-        found = [values.get(key) for key in (POSITIONS, OF_SOURCE, STATED)]
-        if not all(isinstance(value, int) for value in found) or not found[0] < found[1]:
-            return None
-        return cls(*found)
+        found = [value for key in (POSITIONS, OF_SOURCE, STATED) if isinstance(value := values.get(key), int)]
+        return cls(*found) if len(found) == 3 and found[0] < found[1] else None
 
     @classmethod
     def of_config(cls, config: Any) -> Calibrated | None:

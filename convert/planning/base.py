@@ -188,6 +188,25 @@ class Plan:
         }
 
 
+def require_change(plan: Plan) -> None:
+    """Refuse what would only copy its source.
+
+    Raises:
+        Refusal: The result has the source's sizes, and its dtype.
+    """
+    if not plan.target.copies or "cast" in plan.steps:
+        return
+    reference, before = plan.source.reference, plan.before
+    if before.kv_lora_rank:
+        raise Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")
+    heads = before.num_kv_heads
+    fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
+    step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
+    raise Refusal(
+        f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force"
+    )
+
+
 def location_of(source: Source) -> str:
     """Where a checkpoint is, for a recipe that is read from another directory."""
     path = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None

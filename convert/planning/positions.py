@@ -29,7 +29,7 @@ def limited(config: Mapping[str, Any], calibrated: int, of: int) -> dict[str, An
     said = {POSITIONS: calibrated, OF_SOURCE: of}
     lengths = sorted({length + more for length in (calibrated, of, *_originals(before)) for more in (0, 1)})
     rope = _rope(before, lengths)
-    for changes in ({**_for_engines(config, calibrated)}, {}, _derived(before)):
+    for changes in (_for_engines(config, calibrated), {}, _derived(before)):
         made = _changed(config, {**changes, key: calibrated, **said})
         if _same(_rope(_read(made), lengths), rope):
             return made
@@ -51,14 +51,15 @@ def _part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with changes of its decoder; RoPE's parameters have one name."""
-    part = {key: value for key, value in _part(config).items() if key != _OLD or "rope_parameters" not in changes} | changes
-    return {**config, "text_config": part} if _part(config) is not config else part
+    before, old = _part(config), {_OLD} if "rope_parameters" in changes else set()
+    part = {**{key: value for key, value in before.items() if key not in old}, **changes}
+    return part if before is config else {**config, "text_config": part}
 
 
 def _for_engines(config: Mapping[str, Any], calibrated: int) -> dict[str, Any]:
-    """RoPE's parameters with that many original positions: engines take those of YaRN, times its factor, for the model's."""
+    """YaRN with that many original positions: engines take these, times its factor, for those of the model."""
     parameters = _part(config).get("rope_parameters")
-    if not isinstance(parameters, dict) or _ORIGINAL not in parameters:
+    if not isinstance(parameters, dict) or parameters.get("rope_type") != "yarn":
         return {}
     return {"rope_parameters": parameters | {_ORIGINAL: calibrated}}
 

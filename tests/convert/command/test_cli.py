@@ -255,7 +255,6 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "rope odd": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 7], "cannot keep 7 rotary dims"),
     "rope 0": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 0], "cannot keep 0 rotary dims"),
     "rope too large": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 34], "it must be even and between 2 and 32"),
-    "no size": ([], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "half a size": (["--kv-lora-rank", 16], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "other half of a size": (["--qk-rope-head-dim", 8], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "padding and budget": (["--kv-budget", "50%", "--pad-rank"], "give either --kv-budget or --pad-rank"),
@@ -380,7 +379,7 @@ def test_sizes_that_cannot_be_measured(checkpoint: Make, convert: Convert) -> No
     refused(convert("bench"), 2, "Missing argument 'MODEL...'")
     refused(convert("bench", "./nowhere"), 2, "no model directory './nowhere'")
     refused(convert("bench", source, "--batch", "1,0"), 2, "0 is not in the range x>=1")
-    refused(convert("bench", source, "--context", "1"), 2, "1 is not in the range x>=2")
+    refused(convert("bench", source, "--context", "1"), 2, "context is 1; it must be at least 2")
     refused(convert("bench", source, "--context", "8,4096"), 2, "a context of 4096 tokens exceeds the 128 positions")
     refused(convert("bench", source, "--dtype", "int8"), 2, "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'")
     refused(convert("bench", source, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
