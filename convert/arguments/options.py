@@ -333,8 +333,8 @@ class Fitting(TypedDict, total=False):
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(
-            "A GPU and its memory, instead of the known GPUs; repeatable.",
-            metavar="NAME=GB",
+            "A GPU, such as H100, or A6000=48 with its memory, instead of the usual ones; repeatable.",
+            metavar="NAME[=GB]",
             flag="--gpu",
             python="Several, by name, in gigabytes.",
         ),

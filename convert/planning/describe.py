@@ -17,6 +17,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
+from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from eval.inputs.former import FORMERS
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from eval.inputs.source import Source
+
+_LIMITED = (
+    f"MLA that gives up rotary dims holds for the positions that it is calibrated for: {ASSUMED_CONTEXT}, or as many as "
+    "--calibration-context says."
+)
 
 
 class Facts(dict[str, Any]):
@@ -48,6 +54,7 @@ def inspection(source: Source) -> Facts:
     host, _ = _carrier(source, family, spec, "mla")
     facts = {
         "model": source.reference,
+        **_origin(source),
         "family": family.model_type,
         "layout": family.layout,
         "attention": spec.kind,
@@ -69,9 +76,24 @@ def inspection(source: Source) -> Facts:
     return Facts(facts, _inspection_text(facts))
 
 
+def _origin(source: Source) -> dict[str, Any]:
+    """How a conversion made it, as its conversion.json says; nothing of other models."""
+    from convert.output.destination import read_provenance  # takes torch
+
+    made = read_provenance(source.directory) if source.directory else {}
+    if "kvfold" not in made or not isinstance(made.get("source"), dict):
+        return {}
+    positions = source.calibrated.positions if source.calibrated else source.max_positions
+    return {
+        "converted_from": str(made["source"].get("model")),
+        "method": None if made.get("method") is None else str(made["method"]),
+        "calibrated_positions": positions,
+    }
+
+
 def _noted(source: Source) -> dict[str, Any]:
     """What a conversion will say that reads more than the config."""
-    notes = list(source.notes)
+    notes = [*source.notes, *([f"it is {source.calibrated}"] if source.calibrated else [])]
     if kind := quantisation(source):
         notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
     return {"notes": notes} if notes else {}
@@ -225,6 +247,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
+        + (f"\n\n{_LIMITED}" if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else "")
         + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"

@@ -361,7 +361,21 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "invalid size")
     refused(convert("plan", source, "--gpu", "large"), 2, "is not a GPU")
     refused(convert("plan", source, "--gpu", "large=inf"), 2, "is not a GPU")
+    refused(convert("plan", source, "--gpu", "a100"), 2, "A100 comes with 40 or 80 GB: say which, as in A100=40")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")
+
+
+def test_gpus_have_names_and_contexts_units(checkpoint: Make, convert: Convert) -> None:
+    given = "plan", checkpoint(), "--gpu", "h100", "--gpu", "rtx-4090", "--gpu", "A100=80", "--json"
+    facts = json.loads(ok(convert(*given, "--context", "0.1k")).stdout)
+    assert facts["gpu_gigabytes"] == {"H100": 80, "RTX 4090": 24, "A100": 80}
+    assert facts["context"] == 100
+    options = ["--text", "self", "--calibration-context", "0.1k", "--max-context", "0.12k", "--calibration-tokens", "1k"]
+    plan = ["mla", given[1], "out", *SMALL, *options, "--dry-run", "--json"]
+    used = json.loads(ok(convert(*plan)).stdout)["calibration"]
+    assert used.items() >= {"calibration_context": 100, "max_context": 120, "calibration_tokens": 1000}.items()
+    refused(convert("plan", given[1], "--context", "1X"), 2, "invalid number of tokens '1X'")
+    refused(convert("bench", given[1], "--context", "64,1M"), 2, "a context of 1000000 tokens exceeds the 128 positions")
 
 
 def test_texts_that_cannot_be_evaluated(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
