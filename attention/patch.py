@@ -23,6 +23,7 @@ from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.auto import auto_class, refuse_adapter
+from attention.calibrated import Calibrated
 from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
 from attention.formats import format_named
@@ -92,7 +93,8 @@ def load(
 
     Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention is packed where `pack` can, with
     `backend`. MHA, and a model that was loaded with another attention implementation, stay as they are. With `cache_dtype`, the
-    model stores its cache in that format, see `attention.cache`.
+    model stores its cache in that format, see `attention.cache`. A warning says so where a model is calibrated for fewer
+    positions than its source has (`attention.calibrated`).
 
     Raises:
         Refusal, Failure: As `absorb`, `attention.auto.refuse_adapter` or `attention.encoded_forward.store_encoded`.
@@ -106,6 +108,8 @@ def load(
     config = arguments.get("config")
     if config is None or isinstance(config, str | Path):
         config = AutoConfig.from_pretrained(config or path, **{name: arguments[name] for name in _OF_HUB & arguments.keys()})
+    if limited := Calibrated.of_config(config):
+        _log.warning("%s is %s", path, limited)
     made = auto_class(config).from_pretrained(path, **arguments)
     model = prepared(keep_caps(made), when=when, backend=backend)
     try:

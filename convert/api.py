@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from convert.planning.describe import Facts
     from convert.sweeping import PlannedSweep, Sweep
 
+_HALF = 0.5  # of the source's cache: a latent of which no size is given
+
 
 @overload
 def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[Literal[False]]]) -> Conversion: ...
@@ -110,7 +112,9 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
     from convert.planning.sizes import LatentRequest
 
     source, calibration, where = _read(model, output, given)
-    sizes = given["kv_lora_rank"], given["qk_rope_head_dim"], *_budget(given["kv_budget"]), given["freqfold"]
+    numbers = given["kv_lora_rank"], given["qk_rope_head_dim"]
+    budget = _HALF if (*numbers, given["kv_budget"]) == (None, None, None) else given["kv_budget"]
+    sizes = *numbers, *_budget(budget), given["freqfold"]
     kinds = given["pad_rank"], given["q_lora_rank"], given["portable"], given["per_layer_ranks"], given["cache_dtype"]
     how = methods.load_latent(given["method"] or methods.LATENT[0])
     wanted = LatentRequest(*sizes, *kinds)
@@ -254,7 +258,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
     for name, gigabytes in gpus.items():
         if not 1e-6 <= gigabytes <= 1e9:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
-    context = source.longest_context if given["context"] is None else given["context"]
+    context = source.longest_context if given["context"] is None else int(given["context"])
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
     if engine:
         require_stored(engine, given["cache_dtype"], engine.caches, untried=True)
@@ -333,7 +337,10 @@ def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedC
     from convert.execute.forecast import expected_duration, works_of
     from convert.execute.run import execute
     from convert.healing.closing import heal_result
+    from convert.planning.base import require_change
 
+    if not given["force"]:
+        require_change(planned)
     planned = replace(planned, accepts_any_loss=given["force"] or given["method"] is not None)
     evaluate = given["evaluate"]
     if given["dry_run"]:

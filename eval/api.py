@@ -85,7 +85,7 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
     sources, output = _sources(models, given["trust_remote_code"]), given["output"]
     if output is not None:
         report.require_room(Path(output), bench_report.NAMES, given["overwrite"])
-    sizes = tuple(given["batch"]), tuple(given["context"]), given["steps"], given["rounds"]
+    sizes = tuple(given["batch"]), contexts_of(given["context"]), given["steps"], given["rounds"]
     kinds = given["compile"], given["stock"], given["largest_batch"]
     settings = BenchSettings(*sizes, given["dtype"], given["device"], *kinds)
     found = run(sources, settings, given["progress"])
@@ -104,6 +104,6 @@ def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 
-def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:
+def contexts_of(context: int | str | Sequence[int | str] | None) -> tuple[int, ...]:
     """The contexts that a caller gives as a number, several or None."""
-    return (context,) if isinstance(context, int) else tuple(dict.fromkeys(context or ()))
+    return tuple(dict.fromkeys(map(int, (context,) if isinstance(context, int | str) else context or ())))

@@ -74,7 +74,11 @@ class Option:
     @property
     def kinds(self) -> list[Any]:
         """The types of which it may be, and of each where it may be several."""
-        return [kind for part in parts(self.type) for kind in (part, *typing.get_args(part))]
+        return [
+            kind
+            for part in parts(self.type)
+            for kind in (part, *(each for inner in typing.get_args(part) for each in parts(inner)))
+        ]
 
     @property
     def several(self) -> bool:
@@ -89,14 +93,18 @@ class Option:
         """
         if self.parse and isinstance(given, str):
             given = self.parse(given)
-        elif self.parse and self.several and given is not None:
+        elif self.parse and self.several and isinstance(given, Sequence):
             given = tuple(self.parse(one) if isinstance(one, str) else one for one in given)
-        least, most = self.least, math.inf if self.most is None else self.most
-        bounded = least is not None and isinstance(given, numbers.Real) and not self.several
-        if bounded and not least <= given <= most:
-            and_most = f" and at most {most}" if most < math.inf else ""
-            raise Refusal(f"{self.name} is {given}; it must be at least {least}{and_most}")
+        if not self.several:
+            self.bound(given)
         return given
+
+    def bound(self, number: Any) -> None:
+        """Raise `Refusal` if a number is out of range."""
+        least, most = self.least, math.inf if self.most is None else self.most
+        if least is not None and isinstance(number, numbers.Real) and not least <= number <= most:
+            and_most = f" and at most {most}" if most < math.inf else ""
+            raise Refusal(f"{self.name} is {number}; it must be at least {least}{and_most}")
 
     def described(self, arguments: Sequence[str]) -> str:
         """What it is for, as programs spell it; `arguments` are the others of the function."""
@@ -149,6 +157,19 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     checking.__doc__ = _REST.sub(lambda _: "".join(map(_wrapped, lines)), function.__doc__ or "")
     checking.__signature__ = signature  # type: ignore[attr-defined]
     return checking
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of tokens: 20M, 1.5B, 300k, 4096.
+
+    Raises:
+        Refusal: It is not a number above 0.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kMB]?)\s*", text, re.IGNORECASE | re.ASCII)
+    count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
+    if count < 1:
+        raise Refusal(f"invalid number of tokens {text!r}: give one above 0, as in 300k, 20M or 4096")
+    return count
 
 
 def _expanded(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Option]]:

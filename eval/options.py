@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from attention.formats import FORMATS
-from eval.arguments import Option
+from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.protocol import PROTOCOLS
 from eval.terminal.progress import Progress, silent
@@ -42,8 +42,10 @@ class Measuring(TypedDict, total=False):
 
     protocol: Annotated[str, Option("How to cut the text.", default=PROTOCOLS[0], choices=PROTOCOLS)]
     context: Annotated[
-        int | Sequence[int] | None,
-        Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2),
+        int | str | Sequence[int | str] | None,
+        Option(
+            "Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2, parse=parse_count
+        ),
     ]
     max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2)]
     cache_dtype: Annotated[
@@ -102,7 +104,8 @@ class Timing(TypedDict, total=False):
 
     batch: Annotated[Sequence[int], Option("Batch sizes to measure.", default=(1,), unset="1", least=1)]
     context: Annotated[
-        Sequence[int], Option("Context lengths to measure.", default=(), unset="2048, or the models' limit", least=2)
+        Sequence[int | str],
+        Option("Context lengths to measure.", default=(), unset="2048, or the models' limit", least=2, parse=parse_count),
     ]
     steps: Annotated[int, Option("Decode steps per round.", default=20, least=1)]
     rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]

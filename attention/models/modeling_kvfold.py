@@ -90,9 +90,9 @@ _ALIKE = 1e-4  # of the largest output, in fp32
 def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> None:
     """Refuse a model whose class, in the running version of transformers, does not read over a cache what it reads at once.
 
-    Its first layers, one of each kind, read a few tokens in fp32: at once, and in parts over a cache. Their outputs are compared.
-    Where they cannot be in fp32 (offloaded, quantised, flash attention, no memory), only the number of cached tokens is. Each
-    class is tried once in a process, in under a second for 7B parameters on two CPU cores.
+    Its first layers, one of each kind, read a few tokens in fp32: at once, and in parts over a cache. What they put out is
+    compared. Where they cannot be in fp32 (offloaded, quantised, flash attention, no memory), only the number of cached tokens
+    is. Each class is tried once in a process, in under a second for 7B parameters on two CPU cores.
 
     Args:
         model: In eval mode.
@@ -152,7 +152,7 @@ def _first_layers(decoder: Any, config: Any) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _in_fp32(decoder: Any, embedding: Any, config: Any) -> Iterator[bool]:
-    """Let a decoder compute in fp32 behind its embedding, if it can; gives whether it does. Its weights come back as they were."""
+    """Let a decoder compute in fp32 behind its embedding, if it can; gives whether it does. Its weights come back unchanged."""
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     exact = all(weight.dtype in plain and not weight.is_meta for weight in decoder.parameters())
     exact = exact and "flash" not in config._attn_implementation

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from attention.calibrated import Calibrated
+
 TRIED = "0.32"  # the version of vLLM in which it was run
 # Stock classes around which vLLM was proven to generate what transformers does: with KV heads, and with a latent.
 PROVEN = ("cohere", "gpt2", "gpt_neox", "olmo2", "opt", "qwen3")
@@ -77,6 +79,14 @@ def rope_objection(inner: Any) -> str | None:
     if found := sorted(kinds & {"dynamic", "longrope"}):
         return f"its RoPE ({found[0]}) depends on the length, and vLLM would take the longest of all requests"
     return None
+
+
+def length_objection(config: Any, positions: int) -> str | None:
+    """Why vLLM must not take so many positions, or None if it may: it multiplies those of config.json by RoPE's factor."""
+    limited = Calibrated.of_config(config)
+    if limited is None or positions <= limited.positions:
+        return None
+    return f"vLLM would take {positions:,} positions, and it is {limited}"
 
 
 def latent_objection(attention: Any) -> str | None:

@@ -11,7 +11,7 @@ from vllm.model_executor.models.transformers.fusers import MLAFuser
 from vllm.model_executor.models.utils import WeightsMapper
 
 from attention.models.modeling_kvfold import KvfoldLatentAttention
-from attention.models.vllm import latent_objection, objection
+from attention.models.vllm import latent_objection, length_objection, objection
 
 
 class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
@@ -24,6 +24,7 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         model, processes = vllm_config.model_config, vllm_config.parallel_config.world_size
         self._refuse(model, objection(model.hf_config))
+        self._refuse(model, length_objection(model.hf_config, model.max_model_len), "give --max-model-len")
         if processes > 1:
             self._refuse(
                 model, f"it was tried in one process only, and these are {processes}", "leave out options of parallelism"

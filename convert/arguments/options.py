@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
 
 from attention.formats import FORMATS
-from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
+from convert.arguments.sizes import parse_budget, parse_bytes, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.base import CLASSES
 from convert.hosts.engines import ENGINES
 from convert.methods import GROUPED, LATENT
-from eval.arguments import Option
+from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText, TextGiven
 from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
 
@@ -88,6 +88,7 @@ class Factoring(TypedDict, total=False):
         str | int | float | None,
         Option(
             "Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
+            unset="50%, where neither R nor P is given",
             parse=parse_budget,
             metavar="SIZE",
             python="A float is a share, an int are bytes.",
@@ -120,23 +121,30 @@ class Calibrating(TypedDict, total=False):
     dataset: Annotated[str | None, _dataset("Calibrate")]
     no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
     calibration_tokens: Annotated[
-        int | None,
-        Option("Calibrate on N tokens from all over the text.", unset="32768; 65536 where MODEL writes a part of it", least=1),
+        int | str | None,
+        Option(
+            "Calibrate on N tokens from all over the text.",
+            unset="32768; 65536 where MODEL writes a part of it",
+            least=1,
+            parse=parse_count,
+        ),
     ]
     calibration_context: Annotated[
-        int | None,
+        int | str | None,
         Option(
             "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
             unset="2048; 512 where MODEL writes a part of it; at most MODEL's limit",
             least=2,
+            parse=parse_count,
         ),
     ]
     max_context: Annotated[
-        int | None,
+        int | str | None,
         Option(
             "Tokens of the longest context that the result is for: rotary keys serve distances up to N.",
             unset="--calibration-context, or 2048, or MODEL's limit",
             least=2,
+            parse=parse_count,
         ),
     ]
     refit: Annotated[
@@ -186,7 +194,9 @@ class Writing(TypedDict, Generic[Dry], total=False):
 class Publishing(TypedDict, total=False):
     """Whether the result is of use."""
 
-    force: Annotated[bool, Option("Publish the result, however much it loses.", consent=True)]
+    force: Annotated[
+        bool, Option("Publish the result, however much it loses, or if it is no more than a copy of MODEL.", consent=True)
+    ]
     evaluate: Annotated[OneText | None, _EVALUATE]
 
 
@@ -219,7 +229,9 @@ class Training(TypedDict, Generic[Dry], total=False):
             choices=("quick", "standard", "thorough"),
         ),
     ]
-    context: Annotated[int | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2)]
+    context: Annotated[
+        int | str | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2, parse=parse_count)
+    ]
     batch_tokens: Annotated[
         int | str | None,
         Option("Tokens per step.", unset="a thousandth of all, at least a block, at most 65536", least=1, parse=parse_count),
@@ -313,14 +325,14 @@ class Fitting(TypedDict, total=False):
     """What has to fit into memory."""
 
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
-    context: Annotated[int | None, Option("Tokens per sequence.", unset="the model's limit", least=1)]
+    context: Annotated[int | str | None, Option("Tokens per sequence.", unset="the model's limit", least=1, parse=parse_count)]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
     cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=tuple(FORMATS))]
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(
-            "A GPU and its memory, instead of the known GPUs; repeatable.",
-            metavar="NAME=GB",
+            "A GPU, such as H100, or A6000=48 with its memory, instead of the usual ones; repeatable.",
+            metavar="NAME[=GB]",
             flag="--gpu",
             python="Several, by name, in gigabytes.",
         ),

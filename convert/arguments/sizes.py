@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from attention.errors import Refusal
+from eval.arguments import parse_count
 
 _SECONDS = {"S": 1, "MIN": 60, "H": 3600, "D": 86400}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -21,19 +22,6 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise Refusal(f"invalid size {text!r}: give a number and a unit, as in 5GB or 500MB")
     return size
-
-
-def parse_count(text: str) -> int:
-    """Parse a number of tokens: 20M, 1.5B, 300k, 4096.
-
-    Raises:
-        Refusal: It is not a number above 0.
-    """
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kMB]?)\s*", text, re.IGNORECASE | re.ASCII)
-    count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
-    if count < 1:
-        raise Refusal(f"invalid number of tokens {text!r}: give one above 0, as in 300k, 20M or 4096")
-    return count
 
 
 def parse_tokens(text: str) -> int:

@@ -26,16 +26,17 @@ class Consented(click.Option):
 
 
 class Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A value that stays the string that it is, once `parse` has not refused it."""
+    """A value that stays the string that it is, once an option that parses it has not refused it."""
 
     name = "text"
 
-    def __init__(self, parse: Callable[[str], Any]) -> None:
-        self._parse = parse
+    def __init__(self, option: Option) -> None:
+        self._option = option
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        assert self._option.parse is not None
         try:
-            self._parse(str(value))
+            self._option.bound(self._option.parse(str(value)))
         except Refusal as refusal:
             self.fail(str(refusal), param, ctx)
         return str(value)
@@ -89,17 +90,24 @@ def texts(given: dict[str, Any]) -> None:
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
-    """NAME=GB."""
+    """NAME=GB, or a NAME that is known."""
 
     name = "gpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         name, _, size = str(value).rpartition("=")
+        if not name:
+            from eval.machine.capacity import gigabytes_of
+
+            try:
+                return gigabytes_of(str(value))
+            except Refusal as refusal:
+                self.fail(str(refusal), param, ctx)
         try:
             gigabytes = float(size)
         except ValueError:
             gigabytes = 0.0
-        if not name or not 0 < gigabytes < math.inf:
+        if not 0 < gigabytes < math.inf:
             self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
@@ -218,7 +226,7 @@ def _single(option: Option) -> click.ParamType:  # type: ignore[type-arg]
     if option.choices:
         return click.Choice(option.choices)
     if option.parse:
-        return Checked(option.parse)
+        return Checked(option)
     for kind, unbounded, between in _NUMBERS:
         if kind in option.kinds:
             return unbounded if option.least is None else between(option.least, option.most)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+from attention.calibrated import Calibrated
 from convert.hosts.engines import ENGINES, Engine
 from convert.output.card import command_line, render
 from convert.planning.base import Plan
@@ -41,6 +42,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         compared=compared(evaluation["models"]) if evaluation else [],
         loading=provenance["loading"],
         loss_text=loss_text,
+        calibrated=Calibrated.read(provenance),
     )
 
 

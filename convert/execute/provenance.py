@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from attention.calibrated import Calibrated
 from convert.execute.card import loading_of
 from convert.execute.deciding import Decision
 from convert.execute.manifest import Manifest
@@ -16,7 +17,12 @@ from eval.inputs.reader import Reader
 
 
 def provenance_of(
-    decision: Decision, reader: Reader, manifest: Manifest, layers: Sequence[dict[str, Any]], text: CalibrationText | None
+    decision: Decision,
+    reader: Reader,
+    manifest: Manifest,
+    layers: Sequence[dict[str, Any]],
+    text: CalibrationText | None,
+    calibrated: Calibrated | None,
 ) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
@@ -26,6 +32,7 @@ def provenance_of(
         manifest: The tensors that were written.
         layers: The notes of the converted layers.
         text: The calibration text, if there was one.
+        calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
     plan = decision.plan
     before, after = plan.kv_bytes_per_token
@@ -43,6 +50,7 @@ def provenance_of(
         },
         "calibration_hash": text.tokens.hash if text else None,
         "calibration": _calibration(text) if text else None,
+        **(calibrated.as_dict() if calibrated else {}),
         **decision.found,
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],

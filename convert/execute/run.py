@@ -211,11 +211,12 @@ class _Conversion(Task):
         return manifest
 
 
-def _check_result(plan: Plan, work: WorkDirectory) -> None:
+def _check_result(plan: Plan, work: WorkDirectory) -> Source:
     """Check the written files against the class that will load them."""
     written = Source.parse(str(work.path), plan.source.trust_remote_code)
     infos = _without_computed(plan, Reader(work.path))
     require_loadable(written.config, infos, "the result", plan.source.trust_remote_code)
+    return written
 
 
 def _without_computed(plan: Plan, reader: Reader) -> dict[str, TensorInfo]:
@@ -238,14 +239,14 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
-        config = decision.plan.target.config(job.plan.source, decision.rotary)
+        config = decision.plan.config(decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         copy_code(job.work.path, decision.plan.target.host.code)
         if named:
             name_tokenizer_class(job.work.path, named)
-        _check_result(decision.plan, job.work)
-        return decision.plan, provenance_of(decision, job.reader, manifest, layers, job.text)
+        written = _check_result(decision.plan, job.work)
+        return decision.plan, provenance_of(decision, job.reader, manifest, layers, job.text, written.calibrated)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attention.calibrated import Calibrated
 from convert.healing.plan import HealPlan
 from convert.output.card import command_line, metadata_of, render, stated_loading, stated_metadata
 from convert.planning.texts import as_options
@@ -28,6 +29,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
         rounding=plan.rounding,
         evaluation=provenance.get("evaluation"),
         loading=stated_loading(provenance),
+        calibrated=Calibrated.read(provenance),
     )
 
 

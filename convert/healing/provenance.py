@@ -6,6 +6,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from attention.calibrated import OF_SOURCE, POSITIONS, STATED
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
@@ -14,7 +15,7 @@ from convert.output.provenance import versions
 
 # Of the conversion alone, beside the healing's own.
 _OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing")
-_OF_ONE_RUN = ("run", "evaluation", "healing", "conversion")
+_OF_ONE_RUN = ("run", "evaluation", "healing", "conversion", POSITIONS, OF_SOURCE, STATED)
 
 
 def provenance_of(

@@ -32,10 +32,12 @@ from convert.output.destination import CHECKPOINT, calibration_hashes, finished,
 from convert.output.life import Held, Made, Task, carry_out
 from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
+from convert.planning.positions import limited
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import SAFETENSORS, Reader, fingerprint
 from eval.inputs.sealed import write_whole
+from eval.inputs.source import Source
 from eval.inputs.text import OWN_TEXT, Text, Tokens
 from eval.machine.device import compute_device, free_memory
 from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
@@ -244,13 +246,17 @@ class _Healing(Task):
         if (index := plan.converted.files / f"{SAFETENSORS}.index.json").is_file():
             shutil.copyfile(index, work.path / index.name)
         shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
+        raw = _config(plan) if outcome.weights else plan.converted.raw
         ours = provides(plan.converted.model_type)
         copy_companions(work.path, plan.converted.files, not ours)
         if ours:
             copy_code(work.path, CODE)
-            if not names_ours(plan.converted.raw):
-                write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
-        return Made(provenance_of(plan, self.texts.facts, text, outcome, sorted(where) if outcome.weights else []))
+            raw = raw if names_ours(raw) else raw | {"auto_map": AUTO_MAP}
+        if raw != plan.converted.raw:
+            write_config(work.path, raw, None)
+        calibrated = Source.parse(str(work.path), plan.converted.trust_remote_code).calibrated
+        healed = sorted(where) if outcome.weights else []
+        return Made(provenance_of(plan, self.texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {}))
 
     def _written(self, work: WorkDirectory) -> TrainingText:
         """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
@@ -294,6 +300,12 @@ def _dtype(plan: HealPlan) -> str:
     """
     on_gpu = compute_device(plan.device).type == "cuda"
     return str(computes_in(plan)).removeprefix("torch.") if on_gpu else "float32"
+
+
+def _config(plan: HealPlan) -> dict[str, Any]:
+    """The result's config.json: trained in longer blocks than it was calibrated in, it is calibrated for these."""
+    before, raw = plan.converted.calibrated, plan.converted.raw
+    return limited(raw, plan.context, before.of) if before and plan.context > before.positions else raw
 
 
 def _say_what_judges(plan: HealPlan, text: TrainingText) -> None:

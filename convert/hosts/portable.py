@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 _ARCHITECTURE = "DeepseekV3ForCausalLM"
+_TURNS = 1e12
 _EXACT = 1e-5  # of a ladder's ratio: frequencies are computed in fp32
 
 
@@ -94,8 +95,9 @@ def _as_yarn(rotary: Rotary, config: Any) -> dict[str, Any]:
         "factor": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
+        # So many turns have no frequency: the ramp between both kinds of them, which would round, is nowhere.
+        "beta_fast": _TURNS,
+        "beta_slow": _TURNS,
         "original_max_position_embeddings": config.max_position_embeddings,
     }
 

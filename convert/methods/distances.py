@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import torch
 
-_ASSUMED = 2048  # tokens of context without text
+from convert.methods.text import ASSUMED_CONTEXT
+
 _SURE = 3 / 4  # of the block: few queries of a block look farther back
 _LEAST = 16  # tokens of a block, of which a tail can be told
 _BINS = 4  # of distances, between which the tail's power is fitted
@@ -40,7 +41,8 @@ def mass(near: torch.Tensor, context: int) -> torch.Tensor:
 
 def assumed_mass(heads: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Without text, attention is assumed to fall off as one over the distance, up to the window if there is one."""
-    falling = 1 / (1 + torch.arange(min(_ASSUMED, window or _ASSUMED), dtype=torch.float64, device=device))
+    context = min(ASSUMED_CONTEXT, window or ASSUMED_CONTEXT)
+    falling = 1 / (1 + torch.arange(context, dtype=torch.float64, device=device))
     return (falling / falling.sum()).expand(heads, -1)
 
 

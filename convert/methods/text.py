@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+ASSUMED_CONTEXT = 2048  # tokens that contexts are taken to have without text
+
 
 class TextUse(Enum):
     """`IGNORED`: the method sees weights only. `USED`: it is better with text. `NEEDED`: it does not run without text."""

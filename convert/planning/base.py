@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
-from convert.methods.text import Method, TextUse
+from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
+from convert.planning.bounds import rotary_dim
+from convert.planning.positions import limited
 
 if TYPE_CHECKING:
     from attention.formats import Format
+    from attention.rope import Rotary
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
@@ -86,6 +90,33 @@ class Plan:
     def cache_dtype(self) -> str:
         """The dtype by which the bytes of the result's cache are counted."""
         return self.target.cache_dtype or self.output.dtype or self.source.dtype
+
+    @property
+    def calibrated(self) -> Calibrated | None:
+        """For how many positions the result is calibrated; None if that is for all that its source has.
+
+        Whatever keeps the whole RoPE (GQA, and MLA with all rotary dims) holds where its source holds. So does what is calibrated
+        for all that its layers see.
+        """
+        if (of := self.source.run_positions) is None:
+            return None
+        before, found = self.source.calibrated, of
+        if not self.target.copies and self.target.spec.qk_rope_head_dim < self._rotary_dims:
+            found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
+            seen = [self.family.window(self.source.config, layer) or of for layer in range(self.before.num_layers)]
+            found = found if found < max(seen) else of
+        found = min(found, before.positions if before else of)
+        return Calibrated(found, of, found) if found < of else None
+
+    @property
+    def _rotary_dims(self) -> int:
+        """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
+        return self.before.rotary_keys * rotary_dim(self.source, self.family) if self.target.spec.kv_lora_rank else 0
+
+    def config(self, rotary: Rotary | None) -> dict[str, Any]:
+        """The result's config.json; `rotary` is the rotary embedding of its RoPE key, if it has one."""
+        made, calibrated = self.target.config(self.source, rotary), self.calibrated
+        return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property
     def rounding(self) -> Format | None:
@@ -164,9 +195,27 @@ class Plan:
             "kv_bytes_per_token_before": held[0],
             "kv_bytes_per_token_after": held[1],
             **({"kv_context": self.context} if before.is_cut(self.context) else {}),
+            "calibrated_positions": self.calibrated.positions if self.calibrated else None,
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
+
+
+def require_change(plan: Plan) -> None:
+    """Refuse what would only copy its source.
+
+    Raises:
+        Refusal: The result has the source's sizes, and its dtype.
+    """
+    if not plan.target.copies or "cast" in plan.steps:
+        return
+    reference, before = plan.source.reference, plan.before
+    if before.kv_lora_rank:
+        raise Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")
+    heads = before.num_kv_heads
+    fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
+    step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
+    raise Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")
 
 
 def location_of(source: Source) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import AttentionSpec
@@ -16,6 +17,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
+from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from eval.inputs.former import FORMERS
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from eval.inputs.source import Source
+
+_LIMITED = (
+    f"MLA that gives up rotary dims holds for the positions that it is calibrated for: {ASSUMED_CONTEXT}, or as many as "
+    "--calibration-context says."
+)
 
 
 class Facts(dict[str, Any]):
@@ -49,6 +56,7 @@ def inspection(source: Source) -> Facts:
     context = source.longest_context
     facts = {
         "model": source.reference,
+        **_origin(source),
         "family": family.model_type,
         "layout": family.layout,
         "attention": spec.kind,
@@ -84,7 +92,24 @@ def _noted(source: Source, spec: AttentionSpec, context: int) -> dict[str, Any]:
             notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
     except Refusal as stale:
         notes.append(f"{stale}: {stale.hint}")
+    if source.calibrated:
+        notes.append(f"it is {source.calibrated}")
     return {"notes": notes} if notes else {}
+
+
+def _origin(source: Source) -> dict[str, Any]:
+    """How a conversion made it, as its conversion.json says; nothing of other models."""
+    from convert.output.destination import read_provenance  # takes torch
+
+    made = read_provenance(source.directory) if source.directory else {}
+    if "kvfold" not in made or not isinstance(made.get("source"), dict):
+        return {}
+    positions = source.calibrated.positions if source.calibrated else source.max_positions
+    return {
+        "converted_from": str(made["source"].get("model")),
+        "method": None if made.get("method") is None else str(made["method"]),
+        "calibrated_positions": positions,
+    }
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
@@ -235,6 +260,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
+        + (f"\n\n{_LIMITED}" if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else "")
         + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
@@ -314,7 +340,7 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
 
 def plan_text(plan: Plan, seconds: float) -> str:
     """A planned conversion, for a terminal, and how long it will take."""
-    lines = [*_plan_lines(plan), expected_line(seconds), f"would be written to {_where(plan)}"]
+    lines = [*_plan_lines(plan), *_said(plan.calibrated), expected_line(seconds), f"would be written to {_where(plan)}"]
     return "\n".join(lines)
 
 
@@ -326,7 +352,12 @@ def expected_line(seconds: float) -> str:
 def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
     measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
-    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}"])
+    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
+
+
+def _said(calibrated: Calibrated | None) -> list[str]:
+    """For how many positions a result is calibrated, if that is not for all."""
+    return [f"{calibrated} (--calibration-context N calibrates for N)"] if calibrated else []
 
 
 def _where(plan: Plan) -> str:

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from attention import models
+from attention import calibrated, models
 from attention.errors import Refusal, one_line
 
 _MAX_DEPTH = 32  # nested objects and lists; real configs have about six levels
@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
     "head_dim": _integer(1, 2**16, per_layer=True),
     "rotary_dim": _integer(0, 2**16),
     "vocab_size": _integer(1, 2**28),
-    "max_position_embeddings": _integer(1, 2**40),
+    **_all(_integer(1, 2**40), "max_position_embeddings", calibrated.POSITIONS, calibrated.OF_SOURCE),
     "original_max_position_embeddings": _ORIGINAL_POSITIONS,
     "sliding_window": _integer(0, 2**40, per_layer=True),  # see `_check_window` for 0
     "pad_token_id": _integer(-(2**28), 2**28),  # a negative one counts from the end of the vocabulary

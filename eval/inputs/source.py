@@ -18,6 +18,7 @@ from typing import Any
 
 from attention import models
 from attention.auto import refuse_adapter
+from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, layouts
 from eval.inputs.former import Former, former_of
@@ -340,6 +341,16 @@ class Source:
         return self.max_positions or _DEFAULT_CONTEXT
 
     @property
+    def calibrated(self) -> Calibrated | None:
+        """For how many positions a conversion has calibrated it; None for any other model, and where that is for all."""
+        return Calibrated.of_config(self.config)
+
+    @property
+    def run_positions(self) -> int | None:
+        """The most positions that it can be run at: those of its source, if it is calibrated for fewer."""
+        return self.calibrated.of if self.calibrated else self.max_positions
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether it has a file that a tokenizer is made from."""
         return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
@@ -434,8 +445,8 @@ class Source:
 
 
 def position_limit(sources: Sequence[Source]) -> int | None:
-    """The most positions that all of these models support, or None if no config says."""
-    return min((limit for source in sources if (limit := source.max_positions)), default=None)
+    """The most positions that all of these models can be run at, or None if no config says."""
+    return min((limit for source in sources if (limit := source.run_positions)), default=None)
 
 
 def _object(value: dict[str, Any]) -> Any:

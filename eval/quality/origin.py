@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from attention.calibrated import POSITIONS
 from attention.errors import Failure, KvfoldError
 from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
@@ -30,7 +31,9 @@ def identity(source: Source) -> dict[str, Any]:
         "kind": spec.kind,
         "method": made.get("method"),
         "calibration_hash": made.get("calibration_hash"),
-        "calibration_context": calibration.get("max_context") or calibration.get("context"),
+        "calibration_context": getattr(source.decoder, POSITIONS, None)
+        or calibration.get("max_context")
+        or calibration.get("context"),
         "healing": _healing(source, made),
         "code": source.code_note or source.unused_code,
     }

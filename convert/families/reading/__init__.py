@@ -37,7 +37,7 @@ _COVERED = re.compile(
     r"^transformers_version$|^tie_|_act$|activation|^auto_map$|embeddings$|_labels?|label2id|pdrop$|_bias$|^bias$|^rope_|"
     r"^layer_types$|window|^no_rope|norm$|layernorm$|softcapping$|^partial_rotary|^rotary_|^head_dim$|experts|moe|router|topk|"
     r"multiplier$|^scale_|^logit|_rank$|token|^output_|^return_|^chunk_size|^problem_type$|^quant|^first_k|^d_?model|^dim_|"
-    r"^attention_types$|^attention_layers$|^attention_heads$|^multi_query$|^query_pre_attn_scalar$"
+    r"^calibrated_positions$|^source_positions$|^attention_types$|^attention_layers$|^attention_heads$|^multi_query$|^query_pre_attn_scalar$"
 )
 
 

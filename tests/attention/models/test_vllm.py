@@ -14,7 +14,7 @@ from tiny import tiny_config
 
 from attention.models.configuration_kvfold import KvfoldConfig
 from attention.models.modeling_kvfold import KvfoldForCausalLM, KvfoldModel
-from attention.models.vllm import PROVEN, TRIED, latent_objection, objection, register
+from attention.models.vllm import PROVEN, TRIED, latent_objection, length_objection, objection, register
 
 
 class Registry:
@@ -116,6 +116,14 @@ def test_what_vllms_latent_attention_would_leave_out_is_refused(
 ) -> None:
     reason = latent_objection(SimpleNamespace(sliding_window=window, softcap=cap))
     assert (reason is None) if message is None else (message in str(reason))
+
+
+def test_vllm_takes_no_more_positions_than_a_result_is_calibrated_for() -> None:
+    """Of linear RoPE and YaRN it takes those of config.json times their factor."""
+    config = tiny_config("qwen3", calibrated_positions=32, source_positions=128, max_position_embeddings=32)
+    assert length_objection(config, 32) is None
+    assert str(length_objection(config, 128)).startswith("vLLM would take 128 positions, and it is calibrated for 32 of")
+    assert length_objection(tiny_config("qwen3"), 1000) is None
 
 
 @pytest.mark.parametrize("model_type", PROVEN)

@@ -255,7 +255,6 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "rope odd": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 7], "cannot keep 7 rotary dims"),
     "rope 0": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 0], "cannot keep 0 rotary dims"),
     "rope too large": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 34], "it must be even and between 2 and 32"),
-    "no size": ([], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "half a size": (["--kv-lora-rank", 16], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "other half of a size": (["--qk-rope-head-dim", 8], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "padding and budget": (["--kv-budget", "50%", "--pad-rank"], "give either --kv-budget or --pad-rank"),
@@ -378,7 +377,21 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "invalid size")
     refused(convert("plan", source, "--gpu", "large"), 2, "is not a GPU")
     refused(convert("plan", source, "--gpu", "large=inf"), 2, "is not a GPU")
+    refused(convert("plan", source, "--gpu", "a100"), 2, "A100 comes with 40 or 80 GB: say which, as in A100=40")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")
+
+
+def test_gpus_have_names_and_contexts_units(checkpoint: Make, convert: Convert) -> None:
+    given = "plan", checkpoint(), "--gpu", "h100", "--gpu", "rtx-4090", "--gpu", "A100=80", "--json"
+    facts = json.loads(ok(convert(*given, "--context", "0.1k")).stdout)
+    assert facts["gpu_gigabytes"] == {"H100": 80, "RTX 4090": 24, "A100": 80}
+    assert facts["context"] == 100
+    options = ["--text", "self", "--calibration-context", "0.1k", "--max-context", "0.12k", "--calibration-tokens", "1k"]
+    plan = ["mla", given[1], "out", *SMALL, *options, "--dry-run", "--json"]
+    used = json.loads(ok(convert(*plan)).stdout)["calibration"]
+    assert used.items() >= {"calibration_context": 100, "max_context": 120, "calibration_tokens": 1000}.items()
+    refused(convert("plan", given[1], "--context", "1X"), 2, "invalid number of tokens '1X'")
+    refused(convert("bench", given[1], "--context", "64,1M"), 2, "a context of 1000000 tokens exceeds the 128 positions")
 
 
 def test_texts_that_cannot_be_evaluated(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
@@ -396,7 +409,7 @@ def test_sizes_that_cannot_be_measured(checkpoint: Make, convert: Convert) -> No
     refused(convert("bench"), 2, "Missing argument 'MODEL...'")
     refused(convert("bench", "./nowhere"), 2, "no model directory './nowhere'")
     refused(convert("bench", source, "--batch", "1,0"), 2, "0 is not in the range x>=1")
-    refused(convert("bench", source, "--context", "1"), 2, "1 is not in the range x>=2")
+    refused(convert("bench", source, "--context", "1"), 2, "context is 1; it must be at least 2")
     refused(convert("bench", source, "--context", "8,4096"), 2, "a context of 4096 tokens exceeds the 128 positions")
     refused(convert("bench", source, "--dtype", "int8"), 2, "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'")
     refused(convert("bench", source, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")

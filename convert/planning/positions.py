@@ -1,0 +1,107 @@
+"""The config.json of a result that is calibrated for fewer positions than its source has: engines stop where it says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attention.calibrated import OF_SOURCE, POSITIONS, STATED
+from convert.families.reading.inside import decoder_of
+
+_ORIGINAL = "original_max_position_embeddings"
+_OLD = "rope_scaling"  # what older configs call RoPE's parameters, and what classes read first
+
+
+def limited(config: Mapping[str, Any], calibrated: int, of: int) -> dict[str, Any]:
+    """The config.json of a result, which says for how many positions it is calibrated.
+
+    RoPE stays the same bit for bit at every length. Where it depends on the number of positions, what follows from that is
+    written out; where that cannot be, the number stays.
+
+    Args:
+        config: The config.json as it would be without.
+        calibrated: The positions that the result is calibrated for.
+        of: Those of its source.
+    """
+    before = _read(config)
+    key = decoder_of(before).attribute_map.get(STATED, STATED)
+    said = {POSITIONS: calibrated, OF_SOURCE: of}
+    lengths = sorted({length + more for length in (calibrated, of, *_originals(before)) for more in (0, 1)})
+    rope = _rope(before, lengths)
+    for changes in (_for_engines(config, calibrated), {}, _derived(before)):
+        made = _changed(config, {**changes, key: calibrated, **said})
+        if _same(_rope(_read(made), lengths), rope):
+            return made
+    return _changed(config, said)
+
+
+def _read(config: Mapping[str, Any]) -> Any:
+    """The config as its class reads it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**copy.deepcopy(dict(config)))  # classes change what they are given
+
+
+def _part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with changes of its decoder; RoPE's parameters have one name."""
+    before, old = _part(config), {_OLD} if "rope_parameters" in changes else set()
+    part = {**{key: value for key, value in before.items() if key not in old}, **changes}
+    return part if before is config else {**config, "text_config": part}
+
+
+def _for_engines(config: Mapping[str, Any], calibrated: int) -> dict[str, Any]:
+    """YaRN with that many original positions: engines take these, times its factor, for those of the model."""
+    parameters = _part(config).get("rope_parameters")
+    if not isinstance(parameters, dict) or parameters.get("rope_type") != "yarn":
+        return {}
+    return {"rope_parameters": parameters | {_ORIGINAL: calibrated}}
+
+
+def _derived(read: Any) -> dict[str, Any]:
+    """RoPE's parameters with all that its class computes from the number of positions where they lack it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = copy.deepcopy(decoder_of(read).rope_parameters)
+    for kind, one in _sets(parameters):
+        if one.get("rope_type") in ("yarn", "longrope"):
+            _, factor = ROPE_INIT_FUNCTIONS[one["rope_type"]](_rotating(read), None, layer_type=kind)
+            one["attention_factor"] = factor
+            one["factor"] = one.get("factor") or decoder_of(read).max_position_embeddings / one[_ORIGINAL]
+    return {"rope_parameters": parameters}
+
+
+def _sets(parameters: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """The sets of RoPE's parameters: one, or one for each type of layer."""
+    nested = {key: value for key, value in (parameters or {}).items() if isinstance(value, dict)}
+    yield from nested.items() if nested else [(None, parameters or {})]
+
+
+def _originals(read: Any) -> list[int]:
+    return [one[_ORIGINAL] for _, one in _sets(decoder_of(read).rope_parameters) if one.get(_ORIGINAL)]
+
+
+def _rotating(read: Any) -> Any:
+    """The config by which a class makes cosines and sines."""
+    return getattr(read, "stock_config", decoder_of(read))
+
+
+def _rope(read: Any, lengths: list[int]) -> list[Any]:
+    """All that RoPE computes: frequencies, and the factor of cosines and sines, at each of these lengths."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = []
+    for kind, one in _sets(decoder_of(read).rope_parameters):
+        if scaled := ROPE_INIT_FUNCTIONS.get(one.get("rope_type", "default")):  # the default knows no lengths
+            found += [scaled(_rotating(read), None, seq_len=length, layer_type=kind) for length in (None, *lengths)]
+    return found
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a.equal(b) and x == y for (a, x), (b, y) in zip(some, others, strict=True))

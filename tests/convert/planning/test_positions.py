@@ -1,0 +1,197 @@
+"""A result that is calibrated for fewer positions than its source has says so in config.json, and its RoPE stays the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attention.calibrated import Calibrated
+from attention.models.configuration_kvfold import KvfoldConfig
+from convert.methods import load_grouped, load_latent
+from convert.output.destination import Output
+from convert.planning.base import Plan
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.grouped import plan_grouped
+from convert.planning.latent import plan_latent
+from convert.planning.positions import limited
+from convert.planning.sizes import LatentRequest
+from convert.planning.texts import texts_of
+from eval.inputs.source import Source
+
+Sources = Callable[..., Source]
+TEXT = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=32)
+OF = 128  # positions of the source
+LENGTHS = (1, 31, 32, 33, 63, 64, 65, OF, OF + 1, 300)
+LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+TYPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn without the original": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "llama3 without the original": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": LONG | {"original_max_position_embeddings": 64},
+    "longrope, early": LONG | {"original_max_position_embeddings": 16},
+    "longrope without the original": LONG,
+    "longrope with its factor": LONG | {"original_max_position_embeddings": 64, "attention_factor": 1.5},
+}  # fmt: skip
+
+
+def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, method: str = "weighted", **size: Any) -> Plan:
+    request = LatentRequest(**({"kv_lora_rank": 16, "qk_rope_head_dim": 4} | size))
+    return plan_latent(source, request, load_latent(method), text, "cpu", output)
+
+
+def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config.json of a result without its positions, and as it is."""
+    rotary = plan.family.first_rotary(plan.source.config)
+    assert rotary is not None
+    kept = rotary.select(pairs, "interleaved")
+    return plan.target.config(plan.source, kept), plan.config(kept)
+
+
+def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
+    """Frequencies, cosines and sines of its class, of sequences of several lengths in turn, and what the model computes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), dtype=torch.float32).eval()
+    inner = model.model.model if isinstance(model.config, KvfoldConfig) else model.model
+    found = []
+    for length in LENGTHS:
+        where = torch.arange(length)[None]
+        found += inner.rotary_emb(torch.zeros(1, length, 1), where)
+        found.append(inner.rotary_emb.inv_freq.clone())
+    with torch.no_grad():
+        found.append(model(torch.arange(3, 43)[None], use_cache=False).logits)
+    return found
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_rope_is_the_same_bit_for_bit(kind: str, model_type: str, source: Sources, output: Output) -> None:
+    given = TYPES[kind] | {"rope_theta": 10_000.0}
+    ranks = {"per_layer_ranks": True} if model_type == "llama" else {}  # kvfold's class
+    plan = planned(source(model_type, rope_parameters=given, max_position_embeddings=OF), output, **ranks)
+    before, after = configs(plan)
+    assert all(map(torch.equal, rotations(after), rotations(before)))
+    inner = after["text_config"]
+    assert (inner["calibrated_positions"], inner["source_positions"]) == (32, OF)
+    stays = kind == "dynamic"  # what RoPE computes of it is not in any other field
+    assert inner["max_position_embeddings"] == (OF if stays else 32)
+    assert before["text_config"]["max_position_embeddings"] == OF
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "dynamic"])
+def test_so_it_is_in_a_stock_class(kind: str, source: Sources, output: Output) -> None:
+    given = TYPES[kind] | {"rope_theta": 10_000.0}
+    plan = planned(source(rope_parameters=given, max_position_embeddings=OF), output)
+    before, after = configs(plan)
+    assert plan.target.host.name == "deepseek_v3"
+    assert (after["max_position_embeddings"], before["max_position_embeddings"]) == (32, OF)
+    assert all(map(torch.equal, rotations(after), rotations(before)))
+
+
+def test_engines_take_the_positions_of_yarn_from_elsewhere(source: Sources, output: Output) -> None:
+    """vLLM and SGLang multiply `original_max_position_embeddings` by the factor, which is 1 in a portable result."""
+    plan = planned(source(max_position_embeddings=OF), output, portable=True)
+    before, after = configs(plan, (0, 1))
+    assert after["rope_parameters"]["original_max_position_embeddings"] == after["max_position_embeddings"] == 32
+    assert all(map(torch.equal, rotations(after), rotations(before)))
+
+
+def test_a_config_of_old_keys_is_written_with_the_new_ones_where_it_has_to_be(source: Sources, output: Output) -> None:
+    made = source("qwen3", max_position_embeddings=OF)
+    plan = planned(made, output)
+    rope = {"type": "yarn", "factor": 4.0}
+    before = copy.deepcopy(configs(plan)[0])
+    del before["text_config"]["rope_parameters"]
+    before["text_config"] |= {"rope_theta": 10_000.0, "rope_scaling": rope}
+    after = limited(before, 32, OF)
+    assert "rope_scaling" not in after["text_config"]
+    assert after["text_config"]["max_position_embeddings"] == 32
+    assert all(map(torch.equal, rotations(after), rotations(before)))
+
+
+def test_each_kind_of_layer_keeps_its_rope(source: Sources, output: Output) -> None:
+    kinds = {"full_attention": TYPES["yarn without the original"], "sliding_attention": TYPES["default"]}
+    parameters = {kind: of | {"rope_theta": 10_000.0} for kind, of in kinds.items()}
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    given = {"layer_types": layers, "rope_parameters": parameters, "sliding_window": 16}
+    plan = planned(source("gemma3_text", max_position_embeddings=OF, **given), output)
+    before, after = configs(plan)
+    assert after["text_config"]["max_position_embeddings"] == 32
+    full = after["text_config"]["rope_parameters"]["full_attention"]
+    assert (full["original_max_position_embeddings"], full["factor"]) == (OF, 4.0)
+    assert before["text_config"]["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
+
+
+# ---- which results -------------------------------------------------------------------------------------------------
+
+
+def test_all_positions_of_the_source_are_not_said(source: Sources, output: Output) -> None:
+    made = source(max_position_embeddings=32)
+    plan = planned(made, output)
+    assert plan.calibrated is None
+    before, after = configs(plan)
+    assert before == after
+
+
+def test_a_result_with_the_whole_rope_holds_everywhere(source: Sources, output: Output) -> None:
+    made = source()  # 4 KV heads × 8
+    assert planned(made, output).calibrated == Calibrated(32, 128, 32)
+    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=32).calibrated is None
+    grouped = plan_grouped("gqa", made, 2, load_grouped("aligned"), 0, "cpu", output, TEXT)
+    assert grouped.calibrated is None
+    assert grouped.config(None) == grouped.target.config(made, None)
+
+
+def test_where_keys_rotate_in_part_these_dims_are_the_whole(source: Sources, output: Output) -> None:
+    made = source("phi", partial_rotary_factor=0.5, num_key_value_heads=4)
+    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=16).calibrated is None
+    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=8).calibrated is not None
+
+
+def test_a_model_without_rope_loses_none(source: Sources, output: Output) -> None:
+    assert planned(source("gpt2"), output, qk_rope_head_dim=0).calibrated is None
+
+
+def test_what_no_layer_sees_need_not_be_calibrated(source: Sources, output: Output) -> None:
+    assert planned(source("mistral", sliding_window=32), output).calibrated is None
+    assert planned(source("mistral", sliding_window=33), output).calibrated == Calibrated(32, 128, 32)
+
+
+def test_the_longest_context_counts_and_without_text_the_assumed_one(source: Sources, output: Output) -> None:
+    made = source(max_position_embeddings=4096)
+    assert planned(made, output, replace(TEXT, max_context=100)).calibrated == Calibrated(100, 4096, 100)
+    assert planned(made, output, replace(TEXT, context=None, tokens=None)).calibrated == Calibrated(2048, 4096, 2048)
+    own = CalibrationOptions()  # written in blocks of 512; distances go on to 2048
+    assert planned(made, output, own).calibrated == Calibrated(2048, 4096, 2048)
+    assert planned(made, output, CalibrationOptions(no_text=True)).calibrated == Calibrated(2048, 4096, 2048)
+    assert planned(made, output, TEXT, "pca", qk_rope_head_dim=8).calibrated == Calibrated(32, 4096, 32)
+
+
+def test_a_latent_made_of_a_latent_is_calibrated_for_no_more(source: Sources, output: Output) -> None:
+    made = source("deepseek_v3", calibrated_positions=16, source_positions=128, max_position_embeddings=16)
+    smaller = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=8)
+    assert planned(made, output, smaller, kv_lora_rank=8).calibrated == Calibrated(8, 128, 8)
+    assert planned(made, output, replace(smaller, context=16), kv_lora_rank=8).calibrated == Calibrated(16, 128, 16)
+    assert planned(made, output, smaller, kv_lora_rank=8, qk_rope_head_dim=8).calibrated == Calibrated(16, 128, 16)
+    copied = planned(made, output, smaller, kv_lora_rank=16, qk_rope_head_dim=8)
+    assert copied.target.copies
+    assert copied.config(None) == made.raw
+
+
+def test_the_plan_says_so(source: Sources, output: Output) -> None:
+    plan = planned(source(), output)
+    assert plan.as_dict()["calibrated_positions"] == 32
+    assert str(plan.calibrated).startswith("calibrated for 32 of its source's 128 positions: ")
+    kept = Calibrated(32, 128, 128)
+    assert str(kept).endswith("RoPE depends on max_position_embeddings, which stays 128: give engines 32")
+    assert Calibrated.read(kept.as_dict()) == kept
