@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention import models
+from attention.calibrated import OF_SOURCE, STATED
 from attention.errors import Refusal
 from attention.formats import FORMATS, PLAIN, format_named
 
@@ -48,7 +49,7 @@ def _windows(config: Any) -> tuple[int | None, ...] | None:
     except Exception as error:  # of many kinds: a missing key, a layer type that it does not know, null for a number
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers makes no KV cache for this config of type {config.model_type!r}: {reason}") from error
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    limit = getattr(config, OF_SOURCE, None) or getattr(config, STATED, None) or math.inf
     read = [getattr(layer, "sliding_window", None) for layer in layers]
     read += [None] * (config.num_hidden_layers - len(read))  # layers that share the cache of another
     found = tuple(None if window is None or window >= limit else window for window in read)

@@ -95,7 +95,7 @@ class Plan:
     def calibrated(self) -> Calibrated | None:
         """For how many positions the result is calibrated; None if that is for all that its source has.
 
-        Whatever keeps the whole RoPE (GQA, and MLA with all rotary dims) holds where its source holds. So does what is calibrated
+        GQA, and MLA with all rotary dims, keep the whole RoPE: these hold where the source does. So does what is calibrated
         for all that its layers see.
         """
         if (of := self.source.run_positions) is None:
