@@ -24,7 +24,7 @@ MLP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm
 TARGETS: dict[str, list[Any]] = {
     "gqa": ["--groups", 2],
     "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
-    "copy": ["--groups", 4],
+    "copy": ["--groups", 4, "--force"],
 }
 
 

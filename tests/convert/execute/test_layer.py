@@ -67,7 +67,8 @@ def spec_of(path: Path) -> AttentionSpec:
 def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(model_type)
     for method in ("mean", "random"):
-        ok(convert("gqa", source, tmp_path / method, "--groups", spec_of(source).num_kv_heads, "--method", method))
+        heads = spec_of(source).num_kv_heads
+        ok(convert("gqa", source, tmp_path / method, "--groups", heads, "--method", method, "--force"))
         before, after = weights(source), weights(tmp_path / method)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -181,7 +182,7 @@ def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
     source = checkpoint()
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--force", *on, *way))
     before, after = weights(source), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not used"
@@ -668,7 +669,7 @@ def full(checkpoint: Make, convert: Convert, tmp_path: Path) -> Path:
 
 
 def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Convert, words: Path, tmp_path: Path) -> None:
-    said = ok(convert("mla", full, tmp_path / "same", *full_size(4, 8), "--text", words)).stdout
+    said = ok(convert("mla", full, tmp_path / "same", *full_size(4, 8), "--text", words, "--force")).stdout
     assert "MLA-33+32 is what the source has: every tensor is copied bit for bit, unchanged" in said
     before, after = weights(full), weights(tmp_path / "same")
     assert before.keys() == after.keys()

@@ -282,7 +282,7 @@ def test_the_sizes_that_it_can_have_are_planned(case: str, convert: Convert, tmp
 @pytest.mark.parametrize("case", FEW)
 def test_its_own_size_is_a_copy(case: str, convert: Convert, tmp_path: Path) -> None:
     source = saved(tmp_path / "source", case)
-    ok(convert("mla", source, tmp_path / "out", *sized(16)))
+    ok(convert("mla", source, tmp_path / "out", *sized(16), "--force"))
     before, after = weights(source), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())

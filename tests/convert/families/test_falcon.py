@@ -100,7 +100,7 @@ def test_its_class_adds_alibi_twice_with_eager_attention() -> None:
 def test_as_many_heads_are_a_copy(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("falcon", **ARCHITECTURES[case])
     groups = family_of("falcon").spec(tiny_config("falcon", **ARCHITECTURES[case])).num_kv_heads
-    ok(convert("gqa", source, tmp_path / "out", "--groups", groups))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", groups, "--force"))
     before, after = weights(source), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -50,7 +50,7 @@ def test_the_record_computes_what_the_class_computes(multi_query: bool, scaled: 
 
 def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint("gpt_bigcode", multi_query=True)
-    ok(convert("mqa", source, tmp_path / "same"))
+    ok(convert("mqa", source, tmp_path / "same", "--force"))
     before, after = weights(source), weights(tmp_path / "same")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -155,7 +155,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
     ok(convert("gqa", tmp_path / "four", tmp_path / "four-one", *least))
     ok(convert("gqa", source, tmp_path / "one", *least))
-    ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
+    ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4, "--force"))
     twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
     assert twice.keys() == once.keys()
     for name, tensor in once.items():
@@ -194,7 +194,7 @@ def test_a_base_model_that_was_saved_alone_is_read(
     else:
         save_file(alone, source / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(source), whole)
-    ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 8, "--force"))
     assert torch.equal(logits(tmp_path / "same"), whole)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     assert torch.isfinite(logits(tmp_path / "out")).all()
@@ -230,7 +230,7 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
     assert {name: dropped[name] for name in extra} == dict.fromkeys(extra, "the model computes it itself")
     assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
-    ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 8, "--force"))
     assert torch.equal(logits(tmp_path / "same"), logits(source))
 
 

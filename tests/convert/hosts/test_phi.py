@@ -142,7 +142,7 @@ def test_as_many_groups_as_heads_is_a_copy_in_the_sources_class(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     source = checkpoint(model_type)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 8))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 8, "--force"))
     configs = [json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out")]
     assert configs[0] == configs[1]
 

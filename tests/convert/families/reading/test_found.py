@@ -93,7 +93,7 @@ def test_no_other_type_is_found() -> None:
 @pytest.mark.parametrize("model_type", rows(SHARING, ["dots1", "gpt_oss", "granitemoehybrid", "nanochat", "phi4_multimodal"]))
 def test_found_types_convert_in_their_own_class(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved(small(model_type), tmp_path / "source")
-    ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text"))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
     before, same = weights(source), weights(tmp_path / "same")
     assert before.keys() == same.keys()
     assert all(torch.equal(before[name], same[name]) for name in before)
@@ -216,7 +216,7 @@ def saved_seeing(model_type: str, path: Path) -> Path:
 @pytest.mark.parametrize("model_type", rows(INSIDE, ["emu3", "gemma3", "llava", "paligemma", "qwen2_5_vl"]))
 def test_a_decoder_inside_another_model_is_converted(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved_seeing(model_type, tmp_path / "source")
-    ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text"))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
     ok(convert("gqa", source, tmp_path / "half", "--groups", 2, "--no-text"))
     assert (tmp_path / "half" / "processor_config.json").read_text() == "{}"
     models = [AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("source", "same", "half")]
@@ -258,7 +258,7 @@ def pictured(model_type: str) -> dict[str, torch.Tensor]:
 def test_pictures_are_seen_as_before(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source, given = saved_seeing(model_type, tmp_path / "source"), pictured(model_type)
     for name, groups in (("same", 4), ("half", 2)):
-        ok(convert("gqa", source, tmp_path / name, "--groups", groups, "--no-text"))
+        ok(convert("gqa", source, tmp_path / name, "--groups", groups, "--no-text", "--force"))
     models = [AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("source", "same", "half")]
     with torch.inference_mode():
         before, same, half = (model(**given).logits for model in models)
