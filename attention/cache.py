@@ -231,7 +231,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         """Forget tokens that are in no later token's window."""
         together = 1 if self.is_croppable else self.form.tokens
         kept = self.parts[0].length if self.sliding_window is None else self.sliding_window - 1
-        count = max(0, self.parts[0].length - kept) // together * together
+        count = max(0, self.parts[0].length - max(kept, together > 1)) // together * together  # one group is open
         for part in self.parts if count else ():
             part.forget(count)
         self.forgotten += count

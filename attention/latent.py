@@ -120,7 +120,8 @@ class LatentAttention(nn.Module):
         self.rule, self.backend = rule, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
         self.bias_channel = query_bias_channel(self)
-        self.kinds = {name: type(module) for name, module in self.named_children()}
+        if "kinds" not in vars(self):  # an adapter may have come before a second call
+            self.kinds = {name: type(module) for name, module in self.named_children()}
 
     def unprepare(self) -> None:
         """Remove what `prepare` added."""
@@ -132,8 +133,8 @@ class LatentAttention(nn.Module):
         return all(type(module) is self.kinds[name] and is_plain(module) for name, module in modules.items())
 
     def train(self, mode: bool = True) -> LatentAttention:
-        """Switch the mode. Training may have changed the constants of neutral norms, so they are checked again."""
-        if self.training and not mode:
+        """Switch the mode. Training, or a merged adapter, may have changed the constants of neutral norms: they are read again."""
+        if not mode:
             self.constant_channels, self.bias_channel = neutral_constants(self), query_bias_channel(self)
         return super().train(mode)
 

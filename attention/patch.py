@@ -113,10 +113,17 @@ def load(
     made = auto_class(config).from_pretrained(path, **arguments)
     model = prepared(keep_caps(made), when=when, backend=backend)
     try:
-        require_decoding(model, [module for module in model.modules() if is_latent(module) or is_packed(module)])
+        require_decoding(model, _tried(model))
     except (RuntimeError, TypeError) as error:
         raise Failure(str(error)) from error
     return model if form is None else store_encoded(model, form.name)
+
+
+def _tried(model: Any) -> list[nn.Module]:
+    """The modules that decode otherwise than the class does; none of a model in which other layers mix tokens, too."""
+    latent = list(_attention(model).values())
+    packed = [module for module in model.modules() if is_packed(module) and hasattr(module, "layer_idx")]
+    return latent or (packed if len(packed) == model.config.get_text_config(decoder=True).num_hidden_layers else [])
 
 
 def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:

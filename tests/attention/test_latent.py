@@ -441,9 +441,12 @@ def test_what_comes_later_is_not_passed_over(name: str, change: Callable[[Any], 
     before = logits(model, ids)
     for layer in model.model.layers:
         change(getattr(layer.self_attn, name))
-    found, expected = logits(model, ids), logits(restore(model), ids)
+    found = logits(model, ids)
+    again = logits(absorb(model, when="always"), ids)
+    expected = logits(restore(model), ids)
     assert error(before, expected) > 1e-2
     assert error(found, expected) < 1e-5
+    assert error(again, expected) < 1e-5
 
 
 def test_training_may_change_the_latent_of_queries() -> None:

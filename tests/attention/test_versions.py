@@ -110,9 +110,9 @@ def test_a_command_names_it_in_one_line(handing_over_memory: Path, convert: Call
 
 def test_arguments_that_hold_nothing_are_no_matter() -> None:
     module, cache = torch.nn.Identity(), transformers.DynamicCache()
-    given = {"memory": None, "position_ids": tokens(1, 2), "cu_seq_lens_q": tokens(1, 2), "layer_past": cache}
+    given = {"memory": None, "position_ids": tokens(1, 2), "token_type_ids": tokens(1, 2), "layer_past": cache}
     assert taken_cache(module, given) is cache
-    assert given.keys() == {"memory", "position_ids", "cu_seq_lens_q"}
+    assert given.keys() == {"memory", "position_ids", "token_type_ids"}
     with pytest.raises(TypeError, match="argument 'bias', which holds a float"):
         taken_cache(module, {"bias": 1.0})
 
