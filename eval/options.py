@@ -43,7 +43,9 @@ class Measuring(TypedDict, total=False):
     protocol: Annotated[str, Option("How to cut the text.", default=PROTOCOLS[0], choices=PROTOCOLS)]
     context: Annotated[
         int | str | Sequence[int | str] | None,
-        Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2, parse=parse_count),
+        Option(
+            "Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2, parse=parse_count
+        ),
     ]
     max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2)]
     cache_dtype: Annotated[

@@ -325,9 +325,7 @@ class Fitting(TypedDict, total=False):
     """What has to fit into memory."""
 
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
-    context: Annotated[
-        int | str | None, Option("Tokens per sequence.", unset="the model's limit", least=1, parse=parse_count)
-    ]
+    context: Annotated[int | str | None, Option("Tokens per sequence.", unset="the model's limit", least=1, parse=parse_count)]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
     cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=tuple(FORMATS))]
     gpus: Annotated[

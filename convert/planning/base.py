@@ -84,8 +84,8 @@ class Plan:
     def calibrated(self) -> Calibrated | None:
         """For how many positions the result is calibrated; None if that is for all that its source has.
 
-        Whatever keeps the whole RoPE holds where its source holds: GQA, and MLA with all rotary dims. So does what is calibrated
-        for all that its layers see.
+        Whatever keeps the whole RoPE holds where its source holds: GQA, and MLA with all rotary dims. So does what is
+        calibrated for all that its layers see.
         """
         if (of := self.source.run_positions) is None:
             return None
@@ -202,9 +202,7 @@ def require_change(plan: Plan) -> None:
     heads = before.num_kv_heads
     fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
     step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
-    raise Refusal(
-        f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force"
-    )
+    raise Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")
 
 
 def location_of(source: Source) -> str:

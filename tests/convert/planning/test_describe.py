@@ -280,7 +280,9 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
     for line, way in ways.items():
         assert ok(convert(*command, *way)).stdout.splitlines()[1] == f"steps: {line}"
     assert "\nsteps: " not in ok(convert(*command)).stdout
-    same = json.loads(ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 4, "--force", "--dry-run", "--json")).stdout)
+    same = json.loads(
+        ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 4, "--force", "--dry-run", "--json")).stdout
+    )
     assert same["steps"] == []
     kept = json.loads(ok(convert(*command, "--dtype", "float32", "--grouping", "similar", "--json")).stdout)
     assert kept["steps"] == ["aligned"], "its weights are float32 already"
