@@ -102,7 +102,8 @@ class Option:
     def bound(self, number: Any) -> None:
         """Raise `Refusal` if a number is out of range."""
         least, most = self.least, math.inf if self.most is None else self.most
-        if least is not None and isinstance(number, numbers.Real) and not least <= number <= most:
+        bounded = least is not None and isinstance(number, numbers.Real)
+        if bounded and not least <= number <= most:
             and_most = f" and at most {most}" if most < math.inf else ""
             raise Refusal(f"{self.name} is {number}; it must be at least {least}{and_most}")
 
