@@ -133,7 +133,7 @@ class LatentAttention(nn.Module):
         return all(type(module) is self.kinds[name] and is_plain(module) for name, module in modules.items())
 
     def train(self, mode: bool = True) -> LatentAttention:
-        """Switch the mode. Training, or a merged adapter, may have changed the constants of neutral norms: they are read again."""
+        """Switch the mode. Training, or a merged adapter, may have changed the constants of neutral norms: read them again."""
         if not mode:
             self.constant_channels, self.bias_channel = neutral_constants(self), query_bias_channel(self)
         return super().train(mode)

@@ -132,6 +132,12 @@ def test_each_kind_of_layer_keeps_its_rope(source: Sources, output: Output) -> N
     assert before["text_config"]["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
 
 
+def test_a_decoder_inside_another_model_has_the_number(source: Sources, output: Output) -> None:
+    inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
+    around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
+
+
 # ---- which results -------------------------------------------------------------------------------------------------
 
 

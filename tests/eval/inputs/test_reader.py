@@ -301,7 +301,7 @@ def test_views_in_a_pickle_are_converted_as_they_look(
     odd = {name: wide[::2]}
     odd |= {other: torch.nn.Parameter(tensor.T.contiguous().T) for other, tensor in tensors.items() if tensor.dim() == 2} | odd
     torch.save({other: odd.get(other, tensor) for other, tensor in tensors.items()}, source / "pytorch_model.bin")
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 4))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--force"))
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[other], tensor) for other, tensor in tensors.items())
 

@@ -205,7 +205,7 @@ def test_a_conversion_of_as_many_groups_keeps_its_logits(convert: Convert, tmp_p
 
     heads = CONFIGS["internlm"]["num_attention_heads"]
     path = write(tmp_path / "old", "internlm")
-    ok(convert("gqa", path, tmp_path / "out", "--groups", heads, "--no-text"))
+    ok(convert("gqa", path, tmp_path / "out", "--groups", heads, "--no-text", "--force"))
     ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
         before, after = (

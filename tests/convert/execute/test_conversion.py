@@ -1,4 +1,4 @@
-"""For how many positions a result is calibrated: where it is said, and what goes beyond."""
+"""What a conversion says of its result: for how many positions it is calibrated, and what changes nothing."""
 
 from __future__ import annotations
 
