@@ -170,7 +170,7 @@ class EncodedForward:
         if (
             kind not in ("sdpa", "eager")
             or config.get_text_config(decoder=True) is not config
-            or (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (None, *_BY_LENGTH)
+            or (getattr(config, "rope_parameters", None) or {}).get("rope_type") is None
             or {type(layer) for layer in DynamicCache(config=config).layers} != {DynamicLayer}
             or any(value for name, value in config.to_dict().items() if name.endswith(windows))
         ):
@@ -232,7 +232,9 @@ class EncodedForward:
 
 
 def require_cache(model: Any, form: Format) -> None:
-    """Refuse a model that does not cache keys and values of all its layers, or whose tokens see later ones."""
+    """Refuse a model that does not cache keys and values of all its layers, or that does not read alike in groups of tokens:
+    whose tokens see later ones, or whose RoPE depends on the length of what it reads at once.
+    """
     signature = inspect.signature(model.forward)
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if kinds or CACHE not in signature.parameters:
@@ -241,7 +243,17 @@ def require_cache(model: Any, form: Format) -> None:
             f"a cache in {form.name} needs layers that all cache keys and values, and {type(model).__name__} has {what}",
             hint="load it without cache_dtype",
         )
-    if form.tokens and getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None):
+    decoder = model.config.get_text_config(decoder=True)
+    scalings = getattr(decoder, "rope_parameters", None) or {}
+    ropes = {part.get("rope_type") for part in (scalings, *scalings.values()) if isinstance(part, dict)}
+    latent = getattr(decoder, "kv_lora_rank", None) is not None
+    if form.tokens and not latent and (by_length := sorted(ropes.intersection(_BY_LENGTH))):
+        raise Refusal(
+            f"a cache in {form.name} takes texts in pieces of {form.tokens} tokens, and RoPE of {type(model).__name__} "
+            f"({by_length[0]}) depends on the length of a text",
+            hint="use int8, fp8 or q4_0",
+        )
+    if form.tokens and getattr(decoder, "use_bidirectional_attention", None):
         raise Refusal(
             f"a cache in {form.name} takes tokens in groups, and tokens of {type(model).__name__} see later ones",
             hint="use int8 or fp8",

@@ -240,14 +240,10 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
         ("mpt", False, {}),
         ("bloom", False, {}),
         ("opt", False, {"max_position_embeddings": 80}),
-        ("phi3", False, {"original_max_position_embeddings": 100, "rope_parameters": LONGROPE}),
     ],
 )
 def test_groups_are_read_at_once_where_masks_are_followed(model_type: str, follows: bool, fields: dict[str, Any]) -> None:
-    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time.
-
-    So do those whose frequencies depend on what a call has read.
-    """
+    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time."""
     model, ids = store_encoded(tiny_model(tiny_config(model_type, **fields)).double(), "int2"), tokens(2, LONG)
     assert model.forward._follows_masks() == follows
     found = logits(model, ids, chunks=[LONG])
@@ -451,6 +447,12 @@ def test_what_pieces_do_not_make_up_is_refused_wherever_it_is_asked_for() -> Non
         store_encoded(grouped_model(), "int8")(ids, cache=object())
     with pytest.raises(ValueError, match="input_ids"):
         store_encoded(grouped_model(), "int4")()
+    long = {"original_max_position_embeddings": 100, "rope_parameters": LONGROPE}
+    growing = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    for model_type, fields in (("phi3", long), ("llama", growing)):
+        with pytest.raises(Refusal, match=r"\((longrope|dynamic)\) depends on the length of a text"):
+            store_encoded(tiny_model(tiny_config(model_type, **fields)), "int4")
+        store_encoded(tiny_model(tiny_config(model_type, **fields)), "int8")
     both = tiny_model(tiny_config("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(Refusal, match="tokens of Gemma3ForCausalLM see later ones"):
         store_encoded(both, "int4")
