@@ -44,6 +44,12 @@ PARTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the fake GPU are of a class of their own, like quantised ones, which absorbed decoding leaves alone."""
+    monkeypatch.setattr("attention.latent.is_plain", lambda module: True)
+
+
 @pytest.fixture(params=RECORDS.values(), ids=RECORDS)
 def a(request: pytest.FixtureRequest) -> Record:
     return request.param

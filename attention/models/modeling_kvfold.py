@@ -105,17 +105,22 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
         RuntimeError: The class caches nothing, or other tokens, or its outputs differ.
         TypeError: A layer gives its attention an argument that it does not know (`taken_cache`).
     """
-    config, decoder, embedding = model.config.get_text_config(decoder=True), model.get_decoder(), model.get_input_embeddings()
+    config, embedding = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    stock = model.model if isinstance(model, KvfoldForCausalLM) else model
+    decoder = stock.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT's class calls its head so
+        decoder = stock.base_model
+    chosen: str = decoder.config._attn_implementation
     if attentions is None:
         attentions = [module for module in model.modules() if isinstance(module, _Attention)]
     kinds, indices = {str(type(module)) for module in attentions}, {module.layer_idx for module in attentions}
-    tried = (type(model), config.model_type, config._attn_implementation, *sorted(kinds))
+    tried = (type(model), config.model_type, chosen, *sorted(kinds))
     absent = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())  # offloaded, or sharded by DeepSpeed
-    wide = "flash" in config._attn_implementation and decoder.dtype.itemsize > 2  # which flash attention does not take
+    wide = "flash" in chosen and decoder.dtype.itemsize > 2  # which flash attention does not take
     if not kinds or tried in _TRIED or absent or wide:
         return
     drawn = torch.randn(1, _TOKENS, embedding.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), _first_layers(decoder, config) as layers, _in_fp32(decoder, embedding, config) as exact:
+    with torch.no_grad(), _first_layers(decoder, config) as layers, _in_fp32(decoder, embedding) as exact:
         states = drawn.to(embedding.weight.device, decoder.dtype)
         expected, found = decoder(inputs_embeds=states, use_cache=False).last_hidden_state, []
         cache: dict[str, Any] = {}
@@ -156,11 +161,11 @@ def _first_layers(decoder: Any, config: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _in_fp32(decoder: Any, embedding: Any, config: Any) -> Iterator[bool]:
+def _in_fp32(decoder: Any, embedding: Any) -> Iterator[bool]:
     """Let a decoder compute in fp32 behind its embedding, if it can; gives whether it does. Its weights come back unchanged."""
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     exact = all(weight.dtype in plain and type(weight.data) is torch.Tensor for weight in decoder.parameters())
-    exact = exact and "flash" not in config._attn_implementation
+    exact = exact and "flash" not in decoder.config._attn_implementation
     weights = [weight for weight in [*decoder.parameters(), *decoder.buffers()] if exact and weight is not embedding.weight]
     kept = [(weight, weight.data) for weight in weights if weight.dtype in plain[:2]]
     try:
