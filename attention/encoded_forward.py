@@ -245,7 +245,7 @@ def require_cache(model: Any, form: Format) -> None:
         )
     decoder = model.config.get_text_config(decoder=True)
     scalings = getattr(decoder, "rope_parameters", None) or {}
-    ropes = {part.get("rope_type") for part in (scalings, *scalings.values()) if isinstance(part, dict)}
+    ropes = {str(part.get("rope_type")) for part in (scalings, *scalings.values()) if isinstance(part, dict)}
     latent = getattr(decoder, "kv_lora_rank", None) is not None
     if form.tokens and not latent and (by_length := sorted(ropes.intersection(_BY_LENGTH))):
         raise Refusal(
