@@ -120,7 +120,7 @@ def load(
 
 
 def _tried(model: Any) -> list[nn.Module]:
-    """The modules that decode otherwise than the class does; none of a model in which other layers mix tokens, too."""
+    """List the absorbed or packed attention modules. A model with other layers that mix tokens (Mamba) has none to try."""
     latent = list(_attention(model).values())
     packed = [module for module in model.modules() if is_packed(module) and hasattr(module, "layer_idx")]
     return latent or (packed if len(packed) == model.config.get_text_config(decoder=True).num_hidden_layers else [])
