@@ -32,7 +32,7 @@ _DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_inte
 BESIDES: dict[str, dict[str, Any]] = {  # by type
     "granitemoehybrid": _DENSE,
     "phi4_multimodal": _SEES_AND_HEARS,
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "sarvam_mla", "youtu"), LATENT),
 }  # fmt: skip
 FOUND = [name for name in reading.FOUND if name in CONFIG_MAPPING]  # some came after the oldest transformers
 LATENTS = [name for name, besides in BESIDES.items() if besides is LATENT]

@@ -18,10 +18,11 @@ _log = logging.getLogger("kvfold")
 
 # Model types of transformers without a row that experiments read; tests make each from a small config.
 FOUND = (
-    "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+    "apertus1p5_text", "aria_text", "axk1", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
     "flint", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoehybrid",
     "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "kolibri1", "mellum", "minimax_m2",
-    "minimax_m3_vl_text", "ministral3", "modernbert-decoder", "nanochat", "persimmon", "phi4_multimodal", "solar_open", "youtu",
+    "minimax_m3_vl_text", "ministral3", "modernbert-decoder", "nanochat", "persimmon", "phi4_multimodal", "sarvam_mla",
+    "solar_open", "youtu",
 )  # fmt: skip
 
 # Types with a decoder inside that experiments read. Tests convert each, and see pictures with llava and qwen2_5_vl.
