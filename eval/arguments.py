@@ -47,7 +47,7 @@ class Option:
         metavar: A word for the value; None for N, FILE or DIR, as its type says.
         flag: Its name on the command line; None for its own name, "" for what only programs can give.
         negatable: Whether the command line has --no-… too, although it is off by default.
-        consent: Whether it could do harm, so that no recipe may give it by itself.
+        consent: Whether it could do harm, so that no conversion.json may give it by itself.
         name: Its own name, and
         type: its type, of the entry that declares it.
         required: Whether it has to be given.

@@ -269,6 +269,7 @@ class Training(TypedDict, Generic[Dry], total=False):
             "Keep these in DIR, for all steps and later runs, so that the teacher is not in memory beside the student.",
             parse=Path,
             directory="new",
+            consent=True,
         ),
     ]
     track: Annotated[

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
+from attention.errors import Failure, GateMissed, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
 from convert.command import parameters
 from convert.launch import goes_on_alone, is_first, launched_count
@@ -321,26 +321,30 @@ def families(as_json: bool, **given: Any) -> None:
     _show(rows, support_text(rows), as_json)
 
 
-@main.command()
-@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override an option of the recipe; repeatable.")
-@click.option("--allow-paths", is_flag=True, help="Let the recipe write outside the current directory.")
-@click.option("--dry-run", is_flag=True, help="Print the commands, and run none of them.")
-def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: bool) -> None:
-    """Run commands from a YAML file.
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.argument("result", type=click.Path(exists=True, path_type=Path))
+@parameters.output
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, result: Path, output: Path, options: tuple[str, ...]) -> None:
+    """Repeat the command that made RESULT, and write to OUTPUT.
 
-    RECIPE is one step or a list of steps, each {command: {option: value}}. It may also be the conversion.json of a checkpoint.
-    Only --set allows what could do harm: to run a model's code, to overwrite, to publish a ruined model, tasks and trackers.
+    RESULT is a directory, or the conversion.json in it. OPTIONS are those of the command that made it, and replace what
+    conversion.json records. Only they allow what could do harm, as --trust-remote-code does.
 
-    Example: convert run my-model-gqa8/conversion.json --set output=again
+    Example: convert run my-model-gqa8 again --seed 1
     """
-    from convert.command.recipe import command_lines, read
+    from convert.command import recipe
 
-    for arguments in command_lines(read(recipe), settings, main, allow_paths):
-        click.echo(shell_line(["convert", *arguments]), err=not dry_run)
-        # Outside standalone mode click returns a command's exit code.
-        if not dry_run and (code := main.main(arguments, prog_name="convert", standalone_mode=False)):
-            click.get_current_context().exit(code)
+    name, *words = recipe.arguments(result, output, options, main)
+    click.echo(shell_line(["convert", name, *words]), err=True)
+    command = main.commands[name]
+    try:
+        repeated = command.make_context(name, words, context.parent)
+    except click.UsageError as error:
+        raise Refusal(f"convert {name}, as {result} records it: {' '.join(error.format_message().split())}") from None
+    with repeated:
+        command.invoke(repeated)
 
 
 @main.command()

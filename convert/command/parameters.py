@@ -22,7 +22,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Consented(click.Option):
-    """An option that could do harm: only a user may give it, and no recipe by itself."""
+    """An option that could do harm: only a user may give it, and no conversion.json."""
 
 
 class Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4

@@ -206,7 +206,7 @@ def prepared(kind: str, root: Path) -> Work:
         return Work(
             root,
             lambda root: [root / "out" / "conversion.json"],
-            ("run", "out/conversion.json", "--dry-run", "--set", "output=again"),
+            ("run", "out", "again", "--dry-run"),
         )
     if kind == "provenance":
         return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))

@@ -141,68 +141,6 @@ def test_an_interrupted_bench_writes_nothing(
     assert not (tmp_path / "speed").exists()
 
 
-# ---- recipes ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_recipe_runs_its_steps(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    out = tmp_path / "out"
-    recipe.write_text(
-        f"- gqa: {{model: {checkpoint()}, output: {out}, groups: 4, overwrite: false}}\n"
-        f"- eval: {{models: [{tmp_path / 'source'}, {out}], text: {text}, max-tokens: 200, quiet: true}}\n"
-    )
-    result = convert("run", recipe, "--allow-paths", "--set", "groups=2")
-    assert result.exit_code == 0, result.output
-    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
-    assert "| model" in result.stdout
-
-
-def test_a_conversion_is_repeated_from_its_provenance(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    convert("gqa", checkpoint(), tmp_path / "a", "--groups", 2, "--method", "random", "--seed", 7, "--max-shard-size", "30KB")
-    result = convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}")
-    assert result.exit_code == 0, result.output
-    for file in (tmp_path / "a").glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
-
-
-def test_a_command_without_options_is_a_recipe(convert: Convert, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("families:\n")
-    assert "| llama" in convert("run", tmp_path / "recipe.yaml").stdout
-
-
-def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint()
-    steps = [{"gqa": {"model": str(source), "output": str(tmp_path / str(g)), "groups": g}} for g in (2, 3, 1)]
-    (tmp_path / "recipe.yaml").write_text(json.dumps(steps))
-    result = convert("run", tmp_path / "recipe.yaml", "--allow-paths")
-    assert result.exit_code == 2
-    assert "cannot make 3 groups" in result.stderr
-    assert [(tmp_path / str(g)).exists() for g in (2, 3, 1)] == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("gqa: [1, 2]", "is not a recipe"),
-        ("a: {b: c", "is not valid YAML"),
-        (
-            "shrink: {model: x}",
-            "a recipe cannot run 'shrink' (choose bench, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
-        ),
-        ("run: {recipe: x}", "a recipe cannot run 'run'"),
-        ("cache: {action: clear}", "a recipe cannot run 'cache'"),
-        ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
-        ("gqa: {model: x, output: y, groups: [4, 2]}", "step 1 (gqa) of the recipe: groups takes one value, not a list"),
-        ("[]", "is not a recipe"),
-    ],
-)
-def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    result = convert("run", tmp_path / "recipe.yaml")
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -428,8 +366,6 @@ HOSTILE = "x\x1b[31m\u202e\nb"
 def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, out, text = checkpoint(name=HOSTILE), tmp_path / f"out{HOSTILE}", tmp_path / f"text{HOSTILE}"
     text.write_text(TEXT)
-    recipe = tmp_path / f"recipe{HOSTILE}"
-    recipe.write_text(json.dumps({"inspect": {"model": str(source)}}))
     for arguments in [
         ("inspect", source),
         ("plan", source, "--gpu", f"{HOSTILE}=3"),
@@ -440,8 +376,8 @@ def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_
         ("gqa", source, tmp_path / "new", "--groups", 2, "--text", f"{text}.none"),
         ("gqa", source, tmp_path / "new", "--groups", HOSTILE),
         ("eval", source, out, "--text", text, "--max-tokens", 256, "--output", tmp_path / f"report{HOSTILE}"),
-        ("run", recipe),
-        ("run", recipe, "--set", f"{HOSTILE}=1"),
+        ("run", out, tmp_path / f"again{HOSTILE}"),
+        ("run", out, tmp_path / "new", f"--{HOSTILE}=1"),
         ("inspect", tmp_path / f"none{HOSTILE}"),
         (HOSTILE,),
         (f"--{HOSTILE}",),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from huggingface_hub import ModelCard
 from latents import SMALL, full_size
 from written import ok
 
@@ -32,7 +32,7 @@ def parts(card: str) -> tuple[dict[str, Any], str, list[str]]:
     assert found
     blocks = re.split(r"^```\w*$", found[2], flags=re.MULTILINE)
     assert len(blocks) == 5, "two blocks of code, both closed"
-    return yaml.safe_load(found[1]), "".join(blocks[::2]), blocks[1::2]
+    return ModelCard(card).data.to_dict(), "".join(blocks[::2]), blocks[1::2]
 
 
 def test_hostile_names_stay_names(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

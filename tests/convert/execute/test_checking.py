@@ -123,7 +123,7 @@ def test_without_a_text_the_model_writes_one(checkpoint: Make, tmp_path: Path, c
     assert [one["text"] for one in done.provenance["check"]["texts"]] == ["the source's own text"]
     assert load_file(tmp_path / "out" / "calibration" / "own-text.safetensors")["ids"].shape == (16, 32)
     assert "of the source's own text" in (tmp_path / "out" / "README.md").read_text()
-    again = convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}")
+    again = convert("run", tmp_path / "out", tmp_path / "again")
     assert again.exit_code == 0, again.output
     provenance = json.loads((tmp_path / "again" / "conversion.json").read_text())
     assert provenance["recipe"] == done.provenance["recipe"]
@@ -143,7 +143,7 @@ def test_a_repeated_conversion_reads_what_was_written(
         raise AssertionError("it is not written again")
 
     monkeypatch.setattr("convert.execute.run.own_text", other)
-    again = convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}")
+    again = convert("run", tmp_path / "out", tmp_path / "again")
     assert again.exit_code == 0, again.output
     same_but_for_the_run(tmp_path / "out", tmp_path / "again")
     file = tmp_path / "out" / "calibration" / "own-text.safetensors"

@@ -217,7 +217,7 @@ def test_similar_heads_that_are_apart_are_grouped_and_lossless(
     assert distance(logits(tmp_path / "neighbours"), logits(source)) > 1e-2
     recipe = json.loads((tmp_path / "similar" / "conversion.json").read_text())["recipe"]["gqa"]
     assert recipe["grouping"] == "similar"
-    ok(convert("run", tmp_path / "similar" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
+    ok(convert("run", tmp_path / "similar", tmp_path / "again"))
     same_but_for_the_run(tmp_path / "similar", tmp_path / "again")
 
 

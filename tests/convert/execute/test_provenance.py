@@ -77,7 +77,7 @@ def test_a_conversion_is_repeated_from_its_provenance(
     if method == "pca":
         options += ["--calibration-tokens", 1000, "--calibration-context", 50, "--freqfold", 4]
     ok(convert("mla", checkpoint(), tmp_path / "a", *SMALL, *options))
-    ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
+    ok(convert("run", tmp_path / "a", tmp_path / "b"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
     provenance = json.loads((tmp_path / "a" / "conversion.json").read_text())
     assert (provenance["calibration_hash"] is None) == (method in ("svd", "weighted"))
@@ -94,7 +94,7 @@ def test_a_conversion_is_repeated_from_its_provenance(
 
 def test_a_budget_becomes_a_size_that_is_repeated(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("mla", checkpoint(), tmp_path / "a", "--kv-budget", "37.5%"))
-    ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
+    ok(convert("run", tmp_path / "a", tmp_path / "b"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
 
 
@@ -110,7 +110,7 @@ def test_a_text_in_shorter_blocks_is_another_calibration(
     assert provenance["calibration"] == expected
     recipe = provenance["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
-    ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
+    ok(convert("run", tmp_path / "a", tmp_path / "b"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
 
 
@@ -127,7 +127,7 @@ def test_a_longer_context_is_a_choice_of_its_own(checkpoint: Make, convert: Conv
     assert found[128]["rotary_frequencies"] != sorted(found[128]["rotary_frequencies"]), "atoms, in the order of the pursuit"
     plan = ok(convert(*common[:2], tmp_path / "c", *common[2:], "--max-context", 128, "--dry-run")).stdout
     assert "in blocks of 32 for contexts of 128" in plan
-    ok(convert("run", tmp_path / "128" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
+    ok(convert("run", tmp_path / "128", tmp_path / "b"))
     same_but_for_the_run(tmp_path / "128", tmp_path / "b")
 
 
@@ -141,6 +141,6 @@ def test_a_conversion_is_repeated_from_another_directory(
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    ok(convert("run", tmp_path / "out" / "conversion.json", "--set", "output=again"))
+    ok(convert("run", tmp_path / "out" / "conversion.json", "again"))
     again, first = (path / "model.safetensors" for path in (tmp_path / "elsewhere" / "again", tmp_path / "out"))
     assert again.read_bytes() == first.read_bytes()

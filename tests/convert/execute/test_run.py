@@ -747,7 +747,7 @@ def test_the_text_chooses_the_format(checkpoint: Make, convert: Convert, on: lis
     again = convert("mla", source, out, "--kv-budget", "20%", "--cache-dtype", "auto", *on, "--heal", 0, "--resume")
     assert "is finished already" in ok(again).output
     assert chosen is not None
-    ok(convert("run", out / "conversion.json", "--set", f"output={tmp_path / 'same'}"))  # the same sizes, the same bytes
+    ok(convert("run", out, tmp_path / "same"))  # the same sizes, the same bytes
     assert (tmp_path / "same" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 

@@ -720,9 +720,7 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     done = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--lr", "3e-3", "--json")
     assert done.exit_code == 0
     assert json.loads(done.stdout)["conversion"]["healing"]["rate"] == 3e-3
-    again = convert(
-        "run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}", "--set", f"text={text}"
-    )
+    again = convert("run", tmp_path / "out", tmp_path / "again", "--text", text)
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert convert("heal", converted, tmp_path / "x", "--text", text, "--lr", "fast").exit_code == 2

@@ -42,10 +42,10 @@ def test_without_text_the_teacher_writes_it(
     monkeypatch.setattr("convert.healing.run.own_text", never)
     finished = convert("heal", converted, out, *OPTIONS, "--resume")
     assert "is finished already" in finished.stderr
-    again = convert("run", out / "conversion.json", "--set", f"output={tmp_path / 'again'}")
+    again = convert("run", out, tmp_path / "again")
     assert again.exit_code == 0, again.output
     same_but_for_the_run(out, tmp_path / "again")
-    twice = convert("run", tmp_path / "again" / "conversion.json", "--set", f"output={tmp_path / 'twice'}")
+    twice = convert("run", tmp_path / "again", tmp_path / "twice")
     assert twice.exit_code == 0, twice.output
     same_but_for_the_run(out, tmp_path / "twice")
 

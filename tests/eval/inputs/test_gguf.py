@@ -98,7 +98,7 @@ def test_a_file_is_converted_and_evaluated(convert: Convert, cache: Path, tmp_pa
     provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert provenance["recipe"]["gqa"]["model"] == str(source)  # also if it is a link, whose target may have another name
     assert "dequantised to bfloat16" in (tmp_path / "out" / "README.md").read_text()
-    again = ok(convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
+    again = ok(convert("run", tmp_path / "out", tmp_path / "again"))
     assert "unpacked" not in again.stderr
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
