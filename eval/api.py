@@ -22,7 +22,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         **given: The options, in `eval.options`.
 
     Returns:
-        The content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall", "tasks"}`.
+        The content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
@@ -30,7 +30,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         GateMissed: See `max_perplexity_ratio`; the report is written first.
     """
     from eval.quality.evaluation import check, report_of, require_ratio
-    from eval.quality.settings import EvaluationSettings, TaskSettings
+    from eval.quality.settings import EvaluationSettings
     from eval.report import quality as report
 
     text, dataset, output = given["text"], given["dataset"], given["output"]
@@ -41,14 +41,9 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     sources, ratio = _sources(models, given["trust_remote_code"]), given["max_perplexity_ratio"]
     if ratio is not None and (len(sources) < 2 or not ratio > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    tasks, limit, task_path = given["tasks"], given["limit"], given["task_path"]
-    names = names_of(tasks)
-    wanted = TaskSettings(names, limit, Path(task_path) if task_path is not None else None) if names else None
-    if wanted is None and (limit is not None or task_path is not None):
-        raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
     contexts = contexts_of(given["context"])
     how = given["protocol"], contexts, given["max_tokens"], given["dtype"], given["device"], given["recall"]
-    settings = EvaluationSettings(*how, wanted, names_of(given["cache_dtype"]))
+    settings = EvaluationSettings(*how, names_of(given["cache_dtype"]))
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])
@@ -100,7 +95,7 @@ def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool)
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The formats or tasks that a caller gives as a name or several, each once."""
+    """The formats that a caller gives as a name or several, each once."""
     return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 

@@ -65,23 +65,6 @@ class Probing(TypedDict, total=False):
     """What else to measure, and what to demand."""
 
     recall: Annotated[bool, Option("Also measure how well the models copy random tokens over growing distances.")]
-    tasks: Annotated[
-        str | Sequence[str],
-        Option(
-            "Also run tasks of lm-eval, such as hellaswag,arc_easy. Needs pip install 'kvfold[harness]'.",
-            default=(),
-            metavar="NAME,…",
-            python="One name, or several.",
-        ),
-    ]
-    limit: Annotated[
-        int | None,
-        Option("Run only the first N examples of each task.", least=1),
-    ]
-    task_path: Annotated[
-        str | Path | None,
-        Option("Find tasks in the YAML files of DIR, too. These can run code: read them first.", directory="old", consent=True),
-    ]
     max_perplexity_ratio: Annotated[
         float | None,
         Option(

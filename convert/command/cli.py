@@ -16,7 +16,7 @@ import click
 
 from attention.errors import Failure, GateMissed, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
-from convert.command import parameters
+from convert.command import parameters, removed
 from convert.launch import goes_on_alone, is_first, launched_count
 from eval import options as measured
 from eval.machine.memory import keep_freed
@@ -35,6 +35,10 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if instead := removed.OPTIONS.get(error.option_name):
+                raise click.UsageError(f"{error.option_name} was removed: {instead}", error.ctx) from None
+            raise
         except KvfoldError as error:
             if ctx.meta.get("kvfold.verbose"):
                 traceback.print_exc()

@@ -23,8 +23,8 @@ from eval.quality.cost import cache_figures
 from eval.quality.lockstep import Job, score_all
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
-from eval.quality.probes import PROBES
 from eval.quality.protocol import Protocol
+from eval.quality.recall import Recall
 from eval.quality.recall import work_of as recall_work
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
@@ -74,7 +74,7 @@ def report_of(
         foretold: Whether the caller has said how long it takes, as part of its own work.
 
     Returns:
-        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts"}` and a key for each probe.
+        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
 
     Raises:
         Refusal: The models' configs do not allow the comparison.
@@ -115,7 +115,7 @@ def report_of(
             }
             for protocol, row in zip(protocols[1:], quality[1:], strict=True)
         ],
-        **models.probed(),
+        "recall": models.recall(),
     }
 
 
@@ -130,7 +130,7 @@ def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list
 def evaluation_work(
     decoders: Sequence[Decoder], source: Source, tokens: int, contexts: Sequence[int] = (), protocol: str = "paper"
 ) -> Work:
-    """The work of an evaluation, without probes.
+    """The work of an evaluation, without recall.
 
     Args:
         decoders: Of the models; the source comes first.
@@ -155,8 +155,8 @@ def _foretell(sources: Sequence[Source], tokens: int, settings: EvaluationSettin
     if settings.recall:
         limit = position_limit(sources)
         work += sum((recall_work(decoder, tokens, limit) for decoder in decoders), Work())
-    dtype, without = compute_dtype(sources[0], settings.dtype, settings.device), "the tasks" if settings.tasks else ""
-    foretell(work, compute_device(settings.device), decoders[0].width, dtype, without)
+    dtype = compute_dtype(sources[0], settings.dtype, settings.device)
+    foretell(work, compute_device(settings.device), decoders[0].width, dtype)
 
 
 class _Models:
@@ -182,8 +182,8 @@ class _Models:
         self._known = [identity(first) | {"calibration_overlap": None}]
         self._known += [identity(other) | {"calibration_overlap": overlap(other)} for other in others]
         self.entries: list[dict[str, Any]] = []
-        self._probes = [found for probe in PROBES if (found := probe.asked(settings, sources, tokens)) is not None]
-        self._found: dict[str, dict[int, dict[str, Any]]] = {probe.name: {} for probe in self._probes}
+        self._probe = Recall.asked(settings, sources, tokens)
+        self._recalled: dict[int, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[Any]:
@@ -201,18 +201,16 @@ class _Models:
             yield model
 
     def visit(self, index: int, model: Any) -> None:
-        """Measure what the settings ask for besides perplexity."""
-        for probe in self._probes:
+        """Measure recall, if it is asked for."""
+        if self._probe is not None:
             name = self._sources[index].name
-            self._found[probe.name][index] = {"name": name} | probe.measure(model, name, self._progress)
+            self._recalled[index] = {"name": name} | self._probe.measure(model, name, self._progress)
 
-    def probed(self) -> dict[str, Any]:
-        """The report's part of each probe; None for those that were not asked for."""
-        made = {
-            p.name: p.conditions() | {"models": [found for _, found in sorted(self._found[p.name].items())]}
-            for p in self._probes
-        }
-        return {probe.name: made.get(probe.name) for probe in PROBES}
+    def recall(self) -> dict[str, Any] | None:
+        """The report's part on recall; None if it was not asked for."""
+        if self._probe is None:
+            return None
+        return self._probe.conditions() | {"models": [found for _, found in sorted(self._recalled.items())]}
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:

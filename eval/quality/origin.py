@@ -34,29 +34,8 @@ def identity(source: Source) -> dict[str, Any]:
         "calibration_context": getattr(source.decoder, POSITIONS, None)
         or calibration.get("max_context")
         or calibration.get("context"),
-        "healing": _healing(source, made),
         "code": source.code_note or source.unused_code,
     }
-
-
-def _healing(source: Source, made: dict[str, Any]) -> list[dict[str, float]] | None:
-    """The curve of the healing that made the model: tokens, and mean nats of text that was held out; None without one.
-
-    Raises:
-        Failure: It is not what healing writes.
-    """
-    if (healing := made.get("healing")) is None:
-        return None
-    try:
-        return [
-            {"tokens": int(point["tokens"]), "kl": float(point["kl"]), "loss_nats": float(point["loss_nats"])}
-            for point in healing["curve"]
-        ]
-    except (TypeError, KeyError, ValueError):
-        raise Failure(
-            f"conversion.json of {source.reference} is damaged: its healing has no curve",
-            hint="restore it, or take it away: it only says how the model was made",
-        ) from None
 
 
 def _made(source: Source) -> dict[str, Any]:

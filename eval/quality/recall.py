@@ -18,7 +18,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -61,13 +61,12 @@ class Recall:
         distances: From a token to its copy.
     """
 
-    name: ClassVar[str] = "recall"
     sequences: tuple[Reading, ...]
     distances: tuple[int, ...]
 
     @classmethod
     def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Recall | None:
-        """See `eval.quality.probes.Probe`.
+        """The probe, or None if the settings do not ask for it.
 
         Raises:
             Refusal: The models' positions or the text are too short for the least distance.

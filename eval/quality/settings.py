@@ -1,24 +1,8 @@
-"""How to evaluate: data that a command fills, and probes read."""
+"""How to evaluate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """Tasks to run.
-
-    Attributes:
-        names: Tasks or groups of tasks, as lm-eval names them.
-        limit: Examples per task, from the start; None for all.
-        path: A directory with task files of one's own, or None.
-    """
-
-    names: tuple[str, ...]
-    limit: int | None = None
-    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +16,6 @@ class EvaluationSettings:
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
         recall: Whether to measure recall over distances.
-        tasks: Tasks of lm-eval to run, or None.
         cache_dtypes: Formats of the cache, see `attention.formats`: each model is evaluated with each, too.
     """
 
@@ -42,5 +25,4 @@ class EvaluationSettings:
     dtype: str = "auto"
     device: str = "auto"
     recall: bool = False
-    tasks: TaskSettings | None = None
     cache_dtypes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.report import drawing
+from eval.report.plot import MARKERS, drawn, scale, series_label
 from eval.report.quality import write_pages
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
@@ -132,14 +132,12 @@ def _protocol(setup: dict[str, Any]) -> str:
 def to_svg(report: Report) -> str:
     """Step time against context: one line per model and batch, with bars from the fastest to the slowest round."""
 
-    def plot(figure: Figure, axes: Axes) -> None:
+    def draw(figure: Figure, axes: Axes) -> None:
         _plot(axes, report)
         longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
         figure.legend(loc="outside upper left", ncols=max(1, 760 // (7 * longest + 60)), handlelength=2.5)
 
-    # The style of the quality curve without its colours, which belong to the HTML page.
-    style = {key: value for key, value in drawing.STYLE.items() if value not in drawing.COLOURS.values()}
-    return drawing.drawn({**style, "grid.color": "#d9dde2", "svg.hashsalt": "bench"}, 760, 440, plot, metadata={"Date": None})
+    return drawn(draw)
 
 
 def _plot(axes: Axes, report: Report) -> None:
@@ -150,13 +148,13 @@ def _plot(axes: Axes, report: Report) -> None:
         rows = [row for row in model["cases"] if row["batch"] == batch]
         median, low, high = ([1e3 * row["step_seconds"][key] for row in rows] for key in ("median", "min", "max"))
         errors = [[m - x for m, x in zip(median, low, strict=True)], [x - m for m, x in zip(median, high, strict=True)]]
-        label = drawing.series_label(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
-        marker, line = drawing.MARKERS[nth % len(drawing.MARKERS)], ("-", "--", ":", "-.")[nth % 4]
+        label = series_label(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
+        marker, line = MARKERS[nth % len(MARKERS)], ("-", "--", ":", "-.")[nth % 4]
         axes.errorbar([row["context"] for row in rows], median, errors, None, line, color=f"C{index % 10}", marker=marker,
                       capsize=3, label=label)  # fmt: skip
     every = [row for model in models for row in model["cases"]]
-    log_x = drawing.scale(axes, 0, [row["context"] for row in every])
-    log_y = drawing.scale(axes, 1, [1e3 * row["step_seconds"][key] for row in every for key in ("min", "max")])
+    log_x = scale(axes, 0, [row["context"] for row in every])
+    log_y = scale(axes, 1, [1e3 * row["step_seconds"][key] for row in every for key in ("min", "max")])
     if not log_y:
         axes.set_ylim(bottom=0)
     setup, title = report["setup"], f"milliseconds per decode step{' (log scale)' if log_y else ''}"

@@ -41,7 +41,7 @@ def written_text(path: Path, seed: int) -> Path:
 def drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn for one test; reports have tests of their own."""
     if request.function is not test_all_targets_come_from_one_survey_into_one_report:
-        monkeypatch.setattr("eval.report.curve.draw", lambda *_: "")
+        monkeypatch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def swept(shelf: Callable[..., Path], convert: Convert, tmp_path_factory: pytest
     source, directory = shelf(), tmp_path_factory.mktemp("swept")
     command = [*FEW, *calibrated_on(directory), *measured_on(directory)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.report.curve.draw", lambda *_: "")
+        patch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
         said = ok(convert("sweep", source, directory / "out", *command)).stdout
     return Swept(source, command, directory / "out", said)
 
@@ -115,7 +115,7 @@ def test_all_targets_come_from_one_survey_into_one_report(
     report = json.loads(ok(convert("sweep", checkpoint(), out, *TARGETS, *on, *held_out)).stdout)
     assert surveyed == [0, 1, 2]
     assert results(out) == sorted([*NAMES, "report"]), "no survey is left"
-    assert sorted(path.name for path in (out / "report").iterdir()) == ["curve.svg", "report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in (out / "report").iterdir()) == ["report.html", "report.json", "report.md"]
     assert json.loads((out / "report" / "report.json").read_text()) == report
     source, *others = report["models"]
     assert (source["name"], source["kl_to_source"], source["top1_agreement"]) == ("source", 0, 1)

@@ -67,7 +67,7 @@ def test_text_is_a_path_or_strings(pair: list[Path], text: Path) -> None:
 
 def test_the_report_is_written_where_it_is_wanted(pair: list[Path], text: Path, tmp_path: Path) -> None:
     found = evaluate(pair, text=text, max_tokens=64, device="cpu", output=tmp_path / "report")
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html", "curve.svg"}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
     with pytest.raises(Refusal, match=r"report\.json exists") as caught:
         evaluate(pair, text=text, max_tokens=128, device="cpu", output=tmp_path / "report")

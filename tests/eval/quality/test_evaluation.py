@@ -68,7 +68,7 @@ NUMBERS: dict[str, type] = {
 
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     report = json.loads(json.dumps(report_of(pair, TEXT, SHORT), allow_nan=False))
-    assert set(report) == {"kvfold", "protocol", "models", "other_contexts", "recall", "tasks"}
+    assert set(report) == {"kvfold", "protocol", "models", "other_contexts", "recall"}
     assert report["protocol"] == {
         "name": "paper",
         "context": 32,
@@ -92,7 +92,6 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
             "cache_format",
             "method",
             "loss_by_position",
-            "healing",
             "code",
             "remarks",
         } | calibration

@@ -1,0 +1,12 @@
+"""Options that commands no longer have, with what to do instead, for the line that whoever gives one reads."""
+
+from __future__ import annotations
+
+_TASKS = "run lm-eval on `attention.load`, as docs/evaluation.md shows"
+
+OPTIONS = {
+    "--grouping": "each group has heads that stand side by side",
+    "--limit": _TASKS,
+    "--task-path": _TASKS,
+    "--tasks": _TASKS,
+}
