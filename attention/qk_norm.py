@@ -66,12 +66,6 @@ class QKNorm:
         """Whether each head has its own gains, which a merge of heads must merge too."""
         return self.gain.shape[0] > 1 or self.scope == "all"
 
-    def of_heads(self, heads: list[int]) -> QKNorm:
-        """The norm of these heads, in this order."""
-        if not self.per_head_gains:
-            return self
-        return replace(self, gain=self.gain[heads], bias=None if self.bias is None else self.bias[heads])
-
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise `states [B, heads, T, D]`."""
         unit, _, gain = self._parts(states)

@@ -53,15 +53,6 @@ class HeadProjections:
         """E."""
         return self.k.shape[-1]
 
-    def with_queries(self, heads: list[int]) -> HeadProjections:
-        """The same with these query heads, in this order."""
-        return replace(
-            self,
-            q=self.q[heads],
-            q_norm=None if self.q_norm is None else self.q_norm.of_heads(heads),
-            q_bias=None if self.q_bias is None else self.q_bias[heads],
-        )
-
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of inputs `x [B, T, E]`: queries `[B, H, T, D]`, and keys and values side by side, `[B, T, 2 G D]`."""
         import torch

@@ -55,7 +55,7 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("gqa", model, output, given["groups"], given["grouping"], given)
+    return _grouped("gqa", model, output, given["groups"], given)
 
 
 @overload
@@ -76,17 +76,17 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("mqa", model, output, 1, "contiguous", given)
+    return _grouped("mqa", model, output, 1, given)
 
 
 def _grouped(
-    command: str, model: str | Path, output: str | Path, groups: int, grouping: str, given: Mapping[str, Any]
+    command: str, model: str | Path, output: str | Path, groups: int, given: Mapping[str, Any]
 ) -> Conversion | PlannedConversion:
     from convert.planning.grouped import plan_grouped
 
     source, calibration, where = _read(model, output, given)
     how, seed, device = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["seed"], given["device"]
-    wanted = grouping, given["output_class"], given["cache_dtype"]
+    wanted = given["output_class"], given["cache_dtype"]
     return _converted(plan_grouped(command, source, groups, how, seed, device, where, calibration, *wanted), given)
 
 

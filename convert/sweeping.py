@@ -309,9 +309,7 @@ def _calibration(method: Method, wanted: Wanted) -> CalibrationOptions:
 
 
 def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
-    if wanted.methods is None:
-        return [name for name in known if name not in methods.CONTROLS]
-    return [name for name in known if name in wanted.methods]
+    return [name for name in known if wanted.methods is None or name in wanted.methods]
 
 
 def _size_name(size: LatentRequest) -> str:

@@ -11,7 +11,6 @@ from attention.record import Attention
 from attention.reference import grouped_attention
 from attention.rope import Rotary
 from convert.methods import load_grouped
-from convert.methods.grouped import Draw
 from convert.methods.statistics import Statistics
 
 
@@ -48,9 +47,8 @@ def run(a: Attention) -> torch.Tensor:
     return grouped_attention(x, a)
 
 
-def merge(method: str, a: Attention, groups: int, seed: int = 0, statistics: Statistics | None = None) -> Attention:
-    draw = Draw(torch.Generator().manual_seed(seed), 0.02)
-    return load_grouped(method).merge(a, groups, draw, statistics or Statistics.assumed(a.q.shape[2]))
+def merge(method: str, a: Attention, groups: int, statistics: Statistics | None = None) -> Attention:
+    return load_grouped(method).merge(a, groups, statistics or Statistics.assumed(a.q.shape[2]))
 
 
 def with_rope(a: Attention, pairs: int = 2, pairing: str = "half", factor: float = 1.0) -> Attention:

@@ -17,7 +17,6 @@ from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
-from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Attended
 
@@ -41,7 +40,7 @@ any_refit = given(
 
 
 def merged(a: Attention, groups: int, method: str = "aligned") -> Attention:
-    return load_grouped(method).merge(a, groups, Draw(torch.Generator().manual_seed(0), 0.02), measured(X))
+    return load_grouped(method).merge(a, groups, measured(X))
 
 
 def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:

@@ -12,11 +12,8 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 MHA = AttentionSpec(2, 8, 4, 6)
 
 
-def grouped(
-    groups: int = 2, method: str = "mean", grouping: str = "contiguous", seed: int = 0, **options: Any
-) -> GroupedTarget:
-    spec = MHA.grouped(groups)
-    return GroupedTarget("gqa", options, MHA, spec, load_grouped(method), source_class.HOST, grouping, seed, 0.02)
+def grouped(groups: int = 2, method: str = "mean", **options: Any) -> GroupedTarget:
+    return GroupedTarget("gqa", options, MHA, MHA.grouped(groups), load_grouped(method), source_class.HOST)
 
 
 def latent(before: AttentionSpec = MHA, rank: int = 16, rope: int = 4, channels: int = 15, **changes: Any) -> LatentTarget:

@@ -31,7 +31,6 @@ from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.algebra import leading_subspace
 from convert.methods.blocks import Blocks
-from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
 from eval.inputs.reader import TensorInfo
@@ -54,7 +53,7 @@ ALLOCATIONS = {
 
 
 def merged(method: str, a: Attention, groups: int = 1, statistics: Statistics = SURVEYED) -> Attention:
-    return load_grouped(method).merge(a, groups, Draw.of_layer(0, 0, 0.02), statistics)
+    return load_grouped(method).merge(a, groups, statistics)
 
 
 def factored_by(
@@ -85,16 +84,6 @@ def test_heads_are_aligned_on_the_gpu(a: Attention) -> None:
 def test_heads_are_merged_on_the_gpu(method: str, a: Attention) -> None:
     with fake_gpu(False):
         assert devices(merged(method, to_gpu(a), groups=2)) == {"cuda"}
-
-
-@pytest.mark.parametrize("a", [MHA, RECORDS["no RoPE"], NORMED["norm: head"]], ids=["RoPE", "no RoPE", "norm"])
-def test_heads_are_grouped_and_reordered_on_the_gpu(a: Attention) -> None:
-    partition = load_grouped("aligned").partition
-    assert partition is not None
-    with fake_gpu():
-        order = partition(to_gpu(a), 2, SURVEYED)
-        assert sorted(order) == [0, 1, 2, 3]
-        assert devices(reordered(to_gpu(a), order)) == {"cuda"}
 
 
 @pytest.mark.parametrize("width", [5, 40])
@@ -359,7 +348,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, without_classes: None, without_gradie
 
 
 CONVERSIONS: dict[str, tuple[str, tuple[int, int], Callable[..., Any], dict[str, Any]]] = {
-    "gqa": ("qwen2", (2, 4), gqa, {"groups": 2, "grouping": "similar", "refit": False, "refine": 1}),
+    "gqa": ("qwen2", (2, 4), gqa, {"groups": 2, "refit": False, "refine": 1}),
     "mla": ("llama", (1, 2), mla, {"kv_lora_rank": 16, "qk_rope_head_dim": 4}),
 }
 

@@ -65,14 +65,6 @@ class Grouping(TypedDict, total=False):
 
     groups: Required[Annotated[int, Option("KV heads of the result. Must divide those of MODEL.")]]
     method: Annotated[str | None, _METHOD]
-    grouping: Annotated[
-        str,
-        Option(
-            "Which heads share a group: neighbours, or heads that lose little when merged.",
-            default="contiguous",
-            choices=("contiguous", "similar"),
-        ),
-    ]
     output_class: Annotated[str | None, _CLASS]
     cache_dtype: Annotated[str | None, _CACHE]
 
@@ -172,9 +164,7 @@ class Writing(TypedDict, Generic[Dry], total=False):
     dtype: Annotated[str | None, Option("Store floats in this dtype.", unset="as in MODEL", choices=DTYPES)]
     engine: Annotated[str | None, Option("Make what this engine runs, and refuse what it does not.", choices=tuple(ENGINES))]
     device: Annotated[str, DEVICE]
-    seed: Annotated[
-        int, _seed("For methods that draw random numbers, and for the order in which --refine reads blocks of text.")
-    ]
+    seed: Annotated[int, _seed("For the text that MODEL writes, and for the order in which --refine reads blocks.")]
     max_shard_size: Annotated[
         int | str,
         Option(
@@ -313,7 +303,7 @@ class Comparing(TypedDict, total=False):
     ]
     methods: Annotated[
         Sequence[str] | None,
-        Option("Methods to compare.", unset="all but random", choices=(*GROUPED, *LATENT), metavar="NAME,…"),
+        Option("Methods to compare.", unset="all", choices=(*GROUPED, *LATENT), metavar="NAME,…"),
     ]
     evaluate: Required[Annotated[OneText, Option("Held-out text to evaluate all results on.", file=True)]]
     made: Annotated[

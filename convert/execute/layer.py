@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from attention.record import Attention, Record
-from convert.execute.fidelity import layer_errors
+from attention.record import Record
 from convert.planning.base import Plan
 
 
@@ -18,7 +17,7 @@ class Layer:
 
     Attributes:
         tensors: The tensors of its attention by name.
-        note: For conversion.json: its index, its errors, and the tensors that differ from the source's of the same name.
+        note: For conversion.json: its index, errors of a fit, and the tensors that differ from the source's of the same name.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -30,14 +29,13 @@ class Layer:
         plan: Plan,
         index: int,
         source: dict[str, torch.Tensor],
-        before: Attention,
         after: Record,
         **more: Any,
     ) -> Layer:
-        """Made from a layer's source tensors, their record, and the record of the result; the note includes `more`."""
+        """Made from a layer's source tensors, and the record of the result; the note includes `more`."""
         tensors = plan.target.host.layout(plan.family).join(after, plan.target.spec, index)
         converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
-        note = {"layer": index, **layer_errors(before, after), **more, "converted": converted}
+        note = {"layer": index, **more, "converted": converted}
         return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
 
 

@@ -297,6 +297,6 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Statisti
     def make(index: int) -> Layer:
         assert change is not None, "where nothing changes, no unit is an attention"
         tensors, before = job.read_layer(index)
-        return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
+        return Layer.of(decision.plan, index, tensors, change(before, index, statistics(index)))
 
     return make

@@ -161,6 +161,5 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     assert change is not None, "where nothing changes, there is no sequence"
     tensors, source = job.read_layer(layer)
     observed = pair.observed(layer, source, job.shows_attention)
-    before, after = change(source, layer, observed)
-    after, errors = pair.fitted(layer, after)
-    return Layer.of(pair.plan, layer, tensors, before, after, **errors)
+    after, errors = pair.fitted(layer, change(source, layer, observed))
+    return Layer.of(pair.plan, layer, tensors, after, **errors)

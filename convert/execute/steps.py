@@ -18,7 +18,6 @@ from convert.execute.job import Job
 from convert.families.neutral import query_channels
 from convert.methods.balanced import balanced, balanced_heads
 from convert.methods.constant_norm import with_constant_norm
-from convert.methods.grouped import Draw, queries_of, reordered
 from convert.methods.latent import Allocation, sized
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
@@ -28,7 +27,7 @@ from convert.planning.targets import GroupedTarget, LatentTarget, Target
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 _EXACT = 4  # bits: queries are fitted to latents of so many or more without their rounding
 
-Method = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
+Method = Callable[[Attention, int, Statistics], Record]
 Step = Callable[[Attention, Record, int, Statistics], Record]
 
 
@@ -37,18 +36,18 @@ class Pipeline:
     """The steps of a layer.
 
     Attributes:
-        method: `(source's record, layer, statistics) -> (that record with its heads in the result's order, result's record)`.
+        method: `(source's record, layer, statistics) -> result's record`.
         steps: What follows by name, in order: `(source's record, result's record, layer, statistics) -> result's record`.
     """
 
     method: Method
     steps: Mapping[str, Step]
 
-    def __call__(self, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
-        before, after = self.method(before, layer, statistics)
+    def __call__(self, before: Attention, layer: int, statistics: Statistics) -> Record:
+        after = self.method(before, layer, statistics)
         for step in self.steps.values():
             after = step(before, after, layer, statistics)
-        return before, after
+        return after
 
 
 def grouped_pipeline(job: Job, target: GroupedTarget) -> Pipeline:
@@ -82,16 +81,10 @@ def _named(plan: Plan, steps: Mapping[str, Step]) -> dict[str, Step]:
     return {name: steps[name] for name in plan.layer_steps}
 
 
-def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
+def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Statistics) -> Record:
     """The KV heads of a layer, merged by the target's method."""
-    groups, method = target.spec.num_kv_heads, target.method
-    if groups == before.num_kv_heads:
-        return before, before
-    if target.grouping == "similar" and method.partition:
-        order = method.partition(before, groups, statistics)
-        statistics = statistics.with_queries(queries_of(before, order))
-        before = reordered(before, order)
-    return before, method.merge(before, groups, Draw.of_layer(target.seed, layer, target.initializer_range), statistics)
+    groups = target.spec.num_kv_heads
+    return before if groups == before.num_kv_heads else target.method.merge(before, groups, statistics)
 
 
 def refit(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
@@ -110,11 +103,11 @@ def refit(job: Job, before: Attention, after: Record, layer: int, statistics: St
 
 def factored(
     target: LatentTarget, allocation: Allocation, ranks: Sequence[int], before: Attention, layer: int, statistics: Statistics
-) -> tuple[Attention, Record]:
+) -> Record:
     """Keys and values of a layer, factored by the target's method, with the frequencies and ranks of all layers chosen."""
     assert before.sinks is None, "no output class has a latent and sinks"
     own = replace(allocation, rank=ranks[layer]) if ranks else allocation
-    return before, target.method.factor(before, own, statistics)
+    return target.method.factor(before, own, statistics)
 
 
 def balance(job: Job, target: Target, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
 
-GROUPED = ("aligned", "mean", "first", "random")
+GROUPED = ("aligned", "mean", "first")
 LATENT = ("weighted", "svd", "pca")
-CONTROLS = ("random",)  # they ruin every model, and run only when asked for by name
 
 
 def load_grouped(name: str) -> GroupedMethod:

@@ -12,17 +12,13 @@ Before a QK-norm, queries cannot absorb all of that: it gives every head one siz
 of expected size, gains included, and what results is divided by the gains: directions are those of the best fit, and sizes are
 the norm's. `convert.calibration.refit` then fits both through the norm.
 
-`partition` chooses which heads share a group: it takes the same error of every pair of heads and swaps heads between groups
-while the sum over pairs falls.
-
 Cost per group of n heads: D/2 eigendecompositions of n × n matrices and one of an n D × n D matrix, at most E × E
-where G D = E; the attention of the sample; `partition` adds one of a 2 D × 2 D matrix for each pair of heads.
+where G D = E; the attention of the sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import torch
 
@@ -30,7 +26,7 @@ from attention.qk_norm import QKNorm
 from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.atoms import rotated_moments
-from convert.methods.grouped import Draw, GroupedMethod, merged_norm
+from convert.methods.grouped import GroupedMethod, merged_norm
 from convert.methods.statistics import Statistics, expected_rows, expected_size
 from convert.methods.text import TextUse
 
@@ -64,20 +60,10 @@ class _Blocks:
     def merged(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The best N shared rows `[N, E + 1]`, and `back [n, N, N]`: rows of head g ≈ back_g @ shared."""
         count = self.rows.shape[1]
-        left = fix_signs(torch.linalg.eigh(self._within(heads)).eigenvectors.flip(-1)[:, :count])
+        gram = self.gram[heads][:, :, heads].flatten(2).flatten(0, 1)
+        left = fix_signs(torch.linalg.eigh((gram + gram.T) / 2).eigenvectors.flip(-1)[:, :count])
         shared = left.T @ (self.root[heads] @ self.rows[heads]).flatten(0, 1)
         return shared, self.inverse[heads] @ left.unflatten(0, (len(heads), count))
-
-    def lost(self, heads: list[int]) -> float:
-        """The energy that the merged rows lose."""
-        return float(torch.linalg.eigvalsh(self._within(heads))[: -self.rows.shape[1]].sum())
-
-    def energy(self) -> float:
-        return float(self.gram.flatten(2).flatten(0, 1).diagonal().sum())
-
-    def _within(self, heads: list[int]) -> torch.Tensor:
-        gram = self.gram[heads][:, :, heads].flatten(2).flatten(0, 1)
-        return (gram + gram.T) / 2
 
 
 @dataclass(frozen=True)
@@ -110,13 +96,6 @@ class _Numbers:
         # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
         size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         return key * size[:, None], factor / size
-
-    def lost(self, heads: list[int]) -> float:
-        """The energy that the shared keys lose."""
-        return float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
-
-    def energy(self) -> float:
-        return float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
 
 
 class _Heads:
@@ -182,25 +161,8 @@ class _Heads:
         value, back = self.values.merged(heads)
         return self.o[heads] @ back[:, None], value
 
-    def lost(self, heads: list[int]) -> float:
-        """The cost of merging these heads: the share of the keys' energy that is lost plus the share of the values'."""
-        return self._lost_keys(heads) + self.values.lost(heads) / (self.values.energy() or 1.0)
 
-    def _lost_keys(self, heads: list[int]) -> float:
-        lost = energy = 0.0
-        if self.rotary:
-            assert self.attention.rotary is not None
-            # A logit is the real part of a complex product: averaged over all angles, that has half the product's energy.
-            scale = self.attention.rotary.attention_factor**4 / 2
-            lost += scale * self.rotary.lost(heads)
-            energy += scale * self.rotary.energy()
-        if self.nope:
-            lost += self.nope.lost(heads)
-            energy += self.nope.energy()
-        return lost / (energy or 1.0)
-
-
-def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
+def merge(attention: Attention, groups: int, statistics: Statistics) -> Attention:
     """K̂, V̂ with `groups` heads, and the queries and output columns to match; fp32. Equal heads merge without loss."""
     a, heads = attention, _Heads(attention, statistics)
     members = torch.arange(a.num_kv_heads).view(groups, -1).tolist()
@@ -245,45 +207,4 @@ def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> tor
     return rows * sizes / torch.where(gain.abs() < least, least, gain)[..., None]
 
 
-def partition(attention: Attention, groups: int, statistics: Statistics) -> list[int]:
-    """An order of the KV heads in which each group is contiguous; the given order unless another loses less."""
-    count = attention.num_kv_heads
-    contiguous = list(range(count))
-    if groups in (1, count):
-        return contiguous
-    heads = _Heads(attention, statistics)
-    pairs = torch.zeros(count, count, dtype=torch.float64)
-    for i, j in combinations(range(count), 2):
-        pairs[i, j] = pairs[j, i] = heads.lost([i, j])
-    found = _swapped(pairs, groups)
-
-    def lost(order: list[int]) -> float:
-        return sum(heads.lost(group) for group in torch.tensor(order).view(groups, -1).tolist())
-
-    return min(contiguous, found, key=lost)
-
-
-def _swapped(pairs: torch.Tensor, groups: int) -> list[int]:
-    """An order of heads in which swapping two heads of different groups no longer lowers the sum of `pairs` within groups.
-
-    Groups are sorted by their smallest head, and heads within a group ascend.
-    """
-    count = len(pairs)
-    group = torch.arange(count) // (count // groups)
-    while True:
-        belonging = torch.nn.functional.one_hot(group, groups).double()
-        to = pairs @ belonging  # [heads, groups], the cost of a head in each group
-        own = to.gather(1, group[:, None])
-        other = to[:, group]  # [i, j]: head i in the group of j
-        gain = own + own.T - other - other.T + 2 * pairs
-        gain[group[:, None] == group] = 0
-        best = int(gain.argmax())
-        i, j = divmod(best, count)
-        if not gain[i, j] > 1e-9 * pairs.abs().sum():  # of equal heads, pairs are rounding, of either sign
-            break
-        group[i], group[j] = group[j].item(), group[i].item()
-    members = [[head for head in range(count) if group[head] == g] for g in range(groups)]
-    return [head for part in sorted(members) for head in part]
-
-
-METHOD = GroupedMethod("aligned", "heads aligned with each other", "", TextUse.USED, merge, partition)
+METHOD = GroupedMethod("aligned", "heads aligned with each other", "", TextUse.USED, merge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attention.record import Attention
-from convert.methods.grouped import Draw, GroupedMethod, pool_kv
+from convert.methods.grouped import GroupedMethod, pool_kv
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -15,7 +15,7 @@ def _mean(members: torch.Tensor) -> torch.Tensor:
     return members[0] + (members - members[0]).mean(0)
 
 
-def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
+def merge(attention: Attention, groups: int, statistics: Statistics) -> Attention:
     """K̂_g = mean over the group of K_i, and likewise V and the biases; fp32. Equal heads merge without loss."""
     return pool_kv(attention, groups, _mean)
 

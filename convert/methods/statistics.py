@@ -140,10 +140,6 @@ class Statistics:
         queries = None if self.queries is None else self.queries.to(device)
         return replace(self, second=second, mean=mean, attended=attended, sample=sample, queries=queries)
 
-    def with_queries(self, heads: list[int]) -> Statistics:
-        """The same for an attention with these query heads, in this order."""
-        return self if self.queries is None else replace(self, queries=self.queries[heads])
-
     @property
     def covariance(self) -> torch.Tensor:
         """`[E, E]`, E[x xᵀ] − E[x] E[x]ᵀ."""

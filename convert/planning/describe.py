@@ -383,8 +383,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 def _steps_line(plan: Plan) -> list[str]:
     """What happens to a layer and to the whole, if that is more than the method."""
-    text, method = plan.calibration, plan.target.method.name
-    words = {method: f"{method}{plan.target.among}", "cast": f"cast to {plan.output.dtype}"}
+    text, words = plan.calibration, {"cast": f"cast to {plan.output.dtype}"}
     if text:
         words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
     said = [words.get(step, step) for step in plan.steps]

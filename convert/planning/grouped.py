@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from convert.methods.grouped import GroupedMethod
     from eval.inputs.source import Source
 
-GROUPINGS = ("contiguous", "similar")
-
 
 def plan_grouped(
     command: str,
@@ -39,7 +37,6 @@ def plan_grouped(
     device: str,
     output: Output,
     calibration: CalibrationOptions | None = None,
-    grouping: str = "contiguous",
     output_class: str | None = None,
     cache_dtype: str | None = None,
 ) -> Plan:
@@ -50,11 +47,10 @@ def plan_grouped(
         source: The checkpoint to convert.
         groups: KV heads of the result.
         method: One of `methods.GROUPED`.
-        seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
+        seed: For what the model writes, and the order in which refinement takes blocks of text.
         device: As on the command line.
         output: Where the result goes.
         calibration: The user's calibration options.
-        grouping: One of GROUPINGS.
         output_class: One of CLASSES, or None for the first that can carry the result.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights.
 
@@ -75,7 +71,6 @@ def plan_grouped(
     if engine:
         require_stored(engine, cache_dtype, engine.stores(host, spec))
     behind = host.reads_projections(family, source.config)
-    _check_grouping(grouping, method, family.slopes(source.config))
     spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
     changes = spec != before or rounding_of(cache_dtype) is not None
     traits = family.traits(source.config)
@@ -100,14 +95,11 @@ def plan_grouped(
         remarks = ("the calibration text is not used",) if text else ()
     target = GroupedTarget(
         command,
-        _options(command, groups, grouping, output_class),
+        _options(command, groups, output_class),
         before,
         spec,
         method,
         host,
-        grouping,
-        seed,
-        getattr(source.decoder, "initializer_range", 0.02),
         notes,
         cache_dtype,
     )
@@ -117,11 +109,9 @@ def plan_grouped(
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 
-def _options(command: str, groups: int, grouping: str, output_class: str | None) -> dict[str, Any]:
+def _options(command: str, groups: int, output_class: str | None) -> dict[str, Any]:
     of_class = {} if output_class is None else {"class": output_class}
-    if command == "mqa":
-        return of_class
-    return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {}), **of_class}
+    return of_class if command == "mqa" else {"groups": groups} | of_class
 
 
 def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dtype: str | None) -> None:
@@ -140,20 +130,6 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dty
         "their size before that",
         hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able[:-1])}",
     )
-
-
-def _check_grouping(grouping: str, method: GroupedMethod, slopes: tuple[float, ...] | None) -> None:
-    if grouping not in GROUPINGS:
-        raise Refusal(f"no grouping {grouping!r} (choose {' or '.join(GROUPINGS)})")
-    if grouping == "similar" and slopes:
-        raise Refusal(
-            "heads cannot change places: the class gives each its own slope (ALiBi)", hint="use --grouping contiguous"
-        )
-    if grouping == "similar" and method.partition is None:
-        able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
-        raise Refusal(
-            f"method {method.name} does not say which heads are similar", hint=f"use --method {' or '.join(able)} for that"
-        )
 
 
 def _inexact(

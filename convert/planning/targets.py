@@ -27,9 +27,6 @@ class GroupedTarget:
         spec: The result's sizes.
         method: The method that merges the heads of a group.
         host: The class that carries the result.
-        grouping: Which KV heads share a group: "contiguous" or "similar".
-        seed: For methods that draw numbers.
-        initializer_range: The standard deviation of a fresh weight of this model.
         notes: Notes for the user.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights.
     """
@@ -40,9 +37,6 @@ class GroupedTarget:
     spec: AttentionSpec
     method: GroupedMethod
     host: Host
-    grouping: str
-    seed: int
-    initializer_range: float
     notes: tuple[str, ...] = ()
     cache_dtype: str | None = None
 
@@ -62,11 +56,6 @@ class GroupedTarget:
     def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
         """The new config.json."""
         return self.host.config(source.raw, source.config, self.spec, rotary)
-
-    @property
-    def among(self) -> str:
-        """Which heads the method merges, for people, where they are not neighbours."""
-        return " of similar heads" if self.grouping == "similar" else ""
 
     def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
         """As of `LatentTarget`."""

@@ -22,7 +22,6 @@ from convert.arguments import options
 from convert.command.cli import main
 from convert.healing.plan import EFFORTS, PARTS
 from convert.planning.describe import Facts
-from convert.planning.grouped import GROUPINGS
 from eval import api as eval_api
 from eval import options as measured
 from eval.arguments import options_of
@@ -163,7 +162,7 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
 
 def test_a_seed_is_what_the_command_line_takes(checkpoint: Make, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="seed is 10000000000000000; it must be at least 0 and at most 4294967295"):
-        mqa(checkpoint(), tmp_path / "out", method="random", seed=10**16)
+        mqa(checkpoint(), tmp_path / "out", seed=10**16)
 
 
 def test_a_finished_conversion_is_returned_as_it_was(checkpoint: Make, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
@@ -193,12 +192,10 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(checkpoint: Make, tmp_p
         gqa(source, out, groups=3)
     assert caught.value.exit_code == 2
     for name in ("best", "algebra", "svd"):
-        with pytest.raises(Refusal, match=f"no method '{name}' merges heads \\(choose aligned, mean, first, random\\)"):
+        with pytest.raises(Refusal, match=f"no method '{name}' merges heads \\(choose aligned, mean, first\\)"):
             gqa(source, out, groups=2, method=name)
     with pytest.raises(Refusal, match=r"no method 'mean' makes a latent \(choose weighted, svd, pca\)"):
         mla(source, out, kv_budget="50%", method="mean")
-    with pytest.raises(Refusal, match="no grouping 'alike'"):
-        gqa(source, out, groups=2, grouping="alike")
     with pytest.raises(Refusal, match="give either a text to calibrate on or --no-text"):
         mqa(source, out, text=["a"], no_text=True)
     with pytest.raises(Refusal, match="--refine is about calibration text, and there is none"):
@@ -406,10 +403,9 @@ def test_type_checkers_know_what_a_dry_run_returns(name: str, result: str) -> No
 
 
 def test_words_of_options_are_those_that_are_known() -> None:
-    heal_options, gqa_options = options_of(options.Heal), options_of(options.Gqa)
+    heal_options = options_of(options.Heal)
     assert heal_options["effort"].choices == tuple(EFFORTS)
     assert heal_options["train"].choices == PARTS
-    assert gqa_options["grouping"].choices == GROUPINGS
 
 
 @pytest.mark.parametrize("name", [name for name in main.commands if name not in COMMANDS])

@@ -1,4 +1,4 @@
-"""`aligned`: what commutes with RoPE merges without loss, similar heads find each other, and little is decomposed."""
+"""`aligned`: what commutes with RoPE merges without loss, and little is decomposed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from records import record as random_record
 
 from attention.record import Attention
 from attention.reference import grouped_attention
-from convert.methods import aligned, load_grouped
-from convert.methods.grouped import reordered
-from convert.methods.statistics import Attended, Statistics
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -148,92 +145,3 @@ def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
     a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
     merged = merge("aligned", a, 2)
     torch.testing.assert_close(run(merged), run(a), rtol=1e-3, atol=1e-3)
-
-
-# ---- which heads share a group ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", [False, True])
-@settings(max_examples=20, deadline=None)
-@given(shape=st.sampled_from([(2, 2), (4, 2), (2, 3), (2, 4), (3, 2)]), seed=st.integers(0, 50), data=st.data())
-def test_similar_heads_find_each_other_wherever_they_are(
-    text: bool, shape: tuple[int, int], seed: int, data: st.DataObject
-) -> None:
-    groups, times = shape
-    count = groups * times
-    order = data.draw(st.permutations(range(count)))
-    few = with_rope(record(heads=2 * count, groups=groups, seed=seed))
-    scattered = reordered(disguised(few, times, seed), order)
-    known = measured(inputs(10)) if text else Statistics.assumed(10)
-    method = load_grouped("aligned")
-    assert method.partition
-    found = method.partition(scattered, groups, known)
-    kin = [{order[head] // times for head in found[i : i + times]} for i in range(0, count, times)]
-    assert all(len(group) == 1 for group in kin)
-    assert loss(scattered, merge("aligned", reordered(scattered, found), groups, statistics=known)) < 1e-4
-    if any(len({order[i + j] // times for j in range(times)}) > 1 for i in range(0, count, times)):
-        assert loss(scattered, merge("aligned", scattered, groups, statistics=known)) > 1e-2
-    else:
-        assert found == list(range(count)), "the given order stays unless another is better"
-
-
-@pytest.mark.parametrize("norm", ["shared", "head", "all"])
-def test_similar_heads_find_each_other_where_norms_forbid_turning(norm: str) -> None:
-    few = with_rope(record(heads=8, groups=2, norm=norm))
-    scattered = reordered(repeated(few, 2), [0, 2, 1, 3])
-    method = load_grouped("aligned")
-    assert method.partition
-    assert method.partition(scattered, 2, Statistics.assumed(10)) == [0, 2, 1, 3]
-
-
-@pytest.mark.parametrize("seed", [5, 7, 9, 10])
-def test_equal_heads_are_grouped_at_once(seed: int) -> None:
-    """What they lose together is rounding, below zero as well: the search for a better swap once went on forever."""
-    a = random_record(1, 4, 3, nope=seed % 3, biased=bool(seed % 2), seed=seed)
-    parts = {name: getattr(a, name) for name in ("k", "v", "k_bias", "v_bias")}
-    equal = dataclasses.replace(a, **{name: rows.repeat_interleave(4, 0) for name, rows in parts.items() if rows is not None})
-    method = load_grouped("aligned")
-    assert method.partition
-    assert sorted(method.partition(equal, 2, measured(inputs(20)))) == [0, 1, 2, 3]
-
-
-def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> None:
-    method = load_grouped("aligned")
-    assert method.partition
-    for seed in range(6):
-        a = with_rope(record(heads=8, groups=8, seed=seed))
-        for groups in (1, 2, 4, 8):
-            order = method.partition(a, groups, Statistics.assumed(10))
-            assert sorted(order) == list(range(8))
-            assert method.partition(a, groups, Statistics.assumed(10)) == order
-            if groups in (1, 8):
-                assert order == list(range(8))
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_what_merged_keys_are_said_to_lose_is_what_logits_lose(factor: float) -> None:
-    """Where queries, keys and distances are independent; of heads with partial RoPE."""
-    a = random_record(4, 2, pairs=3, nope=4, width=6, biased=False, factor=factor)
-    generator, tokens = torch.Generator().manual_seed(0), 50_000
-    mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-    mean = torch.zeros(6, dtype=torch.float64)
-    known = Statistics(mix @ mix.T, mean, 0, Attended.assumed(mix @ mix.T, mean))
-    x, y = mix @ torch.randn(2, 6, tokens, generator=generator, dtype=torch.float64)
-    rotation = torch.polar(
-        factor**2 * torch.ones(3, tokens).double(), 2 * torch.pi * torch.rand(3, tokens, generator=generator).double()
-    )
-    assert a.rotary
-
-    def logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """`[heads, tokens]` of queries `[heads, D, E]` and one key."""
-        (left, still_left), (right, still_right) = ((rows[:, :6], rows[:, 6:]) for rows in (q.double(), k.double()[None]))
-        left, right = a.rotary.to_complex(left @ x)[0], a.rotary.to_complex(right @ y)[0]
-        return (left.conj() * right * rotation).real.sum(1) + ((still_left @ x) * (still_right @ y)).sum(1)
-
-    whole = sum(float(logits(a.q[2 * head : 2 * head + 2], a.k[head]).square().mean(1).sum()) for head in range(4))
-    heads = aligned._Heads(a, known)
-    for group in ([0, 1], [1, 3], [0, 1, 2]):
-        queries, key = heads.merged_key(group)
-        source = torch.cat([logits(a.q[2 * head : 2 * head + 2], a.k[head]) for head in group])
-        lost = float((source - logits(queries.flatten(0, 1)[..., :-1], key[..., :-1])).square().mean(1).sum())
-        assert heads._lost_keys(group) == pytest.approx(lost / whole, rel=0.03)

@@ -310,10 +310,7 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
     command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
     ways: dict[str, list[Any]] = {
         "aligned → refit → fit to outputs": on,
-        "aligned of similar heads → 7 steps of refinement": [
-            *on, "--grouping", "similar", "--no-refit", "--refine", 7,
-        ],
-        "aligned of similar heads": ["--grouping", "similar"],
+        "aligned → 7 steps of refinement": [*on, "--no-refit", "--refine", 7],
         "aligned → cast to float16": ["--dtype", "float16"],
     }  # fmt: skip
     for line, way in ways.items():
@@ -323,7 +320,7 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
         ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 4, "--force", "--dry-run", "--json")).stdout
     )
     assert same["steps"] == []
-    kept = json.loads(ok(convert(*command, "--dtype", "float32", "--grouping", "similar", "--json")).stdout)
+    kept = json.loads(ok(convert(*command, "--dtype", "float32", "--json")).stdout)
     assert kept["steps"] == ["aligned"], "its weights are float32 already"
 
 

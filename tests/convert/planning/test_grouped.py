@@ -35,27 +35,21 @@ def planned(
 
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
-    made = source(initializer_range=0.05)
+    made = source()
     plan = planned(made, output)
     found = plan.target
     assert isinstance(found, GroupedTarget)
     assert (plan.source, plan.output, plan.seed, plan.calibration, plan.notes) == (made, output, 7, None, ())
     assert (plan.before, found.spec) == (AttentionSpec(3, 8, 4, 8), AttentionSpec(3, 8, 2, 8))
-    assert (found.seed, found.initializer_range, found.grouping, found.command) == (7, 0.05, "contiguous", "gqa")
+    assert found.command == "gqa"
     assert plan.applied_method == "mean"
 
 
-@pytest.mark.parametrize(
-    ("command", "groups", "method", "grouping", "options"),
-    [
-        ("gqa", 2, "mean", "contiguous", {"groups": 2}), ("mqa", 1, "mean", "contiguous", {}),
-        ("gqa", 2, "aligned", "similar", {"groups": 2, "grouping": "similar"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "groups", "options"), [("gqa", 2, {"groups": 2}), ("mqa", 1, {})])
 def test_the_line_of_the_command_is_kept(
-    command: str, groups: int, method: str, grouping: str, options: dict[str, Any], source: Sources, output: Output
+    command: str, groups: int, options: dict[str, Any], source: Sources, output: Output
 ) -> None:
-    plan = planned(source(), output, groups, command, method, grouping=grouping)
+    plan = planned(source(), output, groups, command)
     assert plan.target.recipe() == options
     assert list(plan.recipe()) == [command]
     assert plan.recipe()[command].items() >= options.items()
@@ -106,8 +100,6 @@ def test_norms_of_keys_are_remarked(
     [
         ({"groups": 3}, "cannot make 3 groups from 4 KV heads: 3 does not divide 4 (choose 1, 2 or 4)"),
         ({"groups": 0}, "it must be between 1 and 4"),
-        ({"grouping": "random"}, "no grouping 'random' (choose contiguous or similar)"),
-        ({"grouping": "similar"}, "method mean does not say which heads are similar"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str, source: Sources, output: Output) -> None:
@@ -143,15 +135,6 @@ def test_a_merge_that_cannot_be_exact_says_so(checkpoint: Make, convert: Convert
 def test_groups_that_do_not_fit(groups: int, message: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     refused(convert("gqa", checkpoint(num_key_value_heads=8), tmp_path / "out", "--groups", groups), 2, message)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
-    result = convert(*command, "--grouping", "similar")
-    assert result.exit_code == 2
-    assert "method mean does not say which heads are similar" in result.stderr
-    assert "use --method aligned for that" in result.stderr
-    assert convert(*command, "--grouping", "alike").exit_code == 2
 
 
 @pytest.mark.parametrize("model_type", ["olmo", "olmoe"])

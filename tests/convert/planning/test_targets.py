@@ -17,22 +17,18 @@ from convert.planning.targets import LatentTarget
 
 
 def test_a_grouped_target_says_what_was_asked_for_and_what_comes_of_it() -> None:
-    target = grouped(groups=2, grouping="similar", method="aligned")
-    target = dataclasses.replace(target, options={"groups": 2, "grouping": "similar"})
-    assert target.recipe() == {"groups": 2, "grouping": "similar"}
+    target = dataclasses.replace(grouped(groups=2), options={"groups": 2})
+    assert target.recipe() == {"groups": 2}
     assert target.facts() == {"kv_heads_after": 2}
-    assert target.among == " of similar heads"
     assert not target.copies
-    assert grouped().among == ""
     assert (grouped().layer_steps(True, 8), grouped().layer_steps(False, 8)) == (("refit",), ())
     recipe = grouped(groups=2)
     recipe.recipe()["groups"] = 5
     assert "groups" not in recipe.options, "a recipe is the reader's own"
 
 
-def test_as_many_groups_as_heads_is_a_copy_whatever_the_grouping() -> None:
-    target = grouped(groups=4, grouping="similar", method="aligned")
-    assert target.copies
+def test_as_many_groups_as_heads_is_a_copy() -> None:
+    assert grouped(groups=4).copies
 
 
 # ---- a latent ------------------------------------------------------------------------------------------------------

@@ -382,20 +382,6 @@ def with_copies(config: Any, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model_type", SINKS[:2])
-def test_sinks_follow_query_heads_that_change_places(
-    model_type: str, convert: Convert, logits: Logits, tmp_path: Path, on: list[Any]
-) -> None:
-    """Heads 0 and 2 are copies, and so are 1 and 3: only a grouping of similar heads merges them without loss."""
-    source = with_copies(small(model_type), tmp_path / "source")
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--grouping", "similar", *on, "--heal", 0))
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
-    before, after = weights(source), weights(tmp_path / "out")
-    for layer in range(4):
-        name = f"model.layers.{layer}.self_attn.sinks"
-        assert torch.equal(after[name], before[name][[0, 1, 4, 5, 2, 3, 6, 7]])
-
-
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
     source = saved(small("gpt_oss", sliding_window=8), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
