@@ -69,8 +69,8 @@ class AttentionSpec:
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
         layer_ranks: R of each layer, where latents differ in it, in the bytes of `kv_lora_rank` for all; None if all have that.
-        q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
-            are not asked for it.
+        q_lora_rank: The rank of a latent of queries that an engine needs; None for the queries of the output class. Configs are
+            not asked for it.
         windows: How many tokens each layer sees, itself included, where its cache keeps no others (sliding windows, and chunks
             of attention); None for a layer that keeps all, and None if all layers do.
     """

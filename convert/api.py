@@ -115,7 +115,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
     numbers = given["kv_lora_rank"], given["qk_rope_head_dim"]
     budget = _HALF if (*numbers, given["kv_budget"]) == (None, None, None) else given["kv_budget"]
     sizes = *numbers, *_budget(budget), given["freqfold"]
-    kinds = given["pad_rank"], given["q_lora_rank"], given["portable"], given["per_layer_ranks"], given["cache_dtype"]
+    kinds = given["pad_rank"], given["portable"], given["per_layer_ranks"], given["cache_dtype"]
     how = methods.load_latent(given["method"] or methods.LATENT[0])
     wanted = LatentRequest(*sizes, *kinds)
     return _converted(plan_latent(source, wanted, how, calibration, given["device"], where, given["seed"]), given)

@@ -24,7 +24,7 @@ COMMAND = re.compile(r"^(?:\$ )?(?:(?:torchrun|accelerate) .* )?(?:convert|kvfol
 # What pages call models, and values of options that fit the bundled one.
 MODELS = ("MODEL", "SOURCE", "english-6m-mha")
 SMALL = {
-    "--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32", "--q-lora-rank": "128",
+    "--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32",
     "--refine": "1", "--context": "64", "--batch": "2",
 }  # fmt: skip
 # Behind what a page says: of an option that is given twice, the last one counts, and of --text both.

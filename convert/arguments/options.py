@@ -93,10 +93,6 @@ class Factoring(TypedDict, total=False):
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
     freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]
     pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
-    q_lora_rank: Annotated[
-        int | None,
-        Option("Rank of a latent of queries, constants included: fewer weights, the same cache.", unset="none, or full"),
-    ]
     portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
     per_layer_ranks: Annotated[
         bool,

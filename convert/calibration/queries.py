@@ -26,7 +26,6 @@ from convert.calibration.least_squares import (
     missing,
     solved,
 )
-from convert.methods.query_latent import joined_met
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
@@ -46,19 +45,6 @@ def fitted_queries(
     free = _free(before, after)
     change = torch.cat([_solved(fits, free) for _, fits in _fits(after, blocks, sources)])
     return lambda share: _applied(before, after, share * change)
-
-
-def met_by_queries(before: Attention, after: FactoredAttention, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[H, N + P, N + P]` fp64, Σ_t Cov_{s ~ p_t} of what the result's queries meet, nope dims first.
-
-    Args as of `fitted_queries`.
-    """
-    found, rank = [], len(after.down)
-    for heads, fits in _fits(after, blocks, [heads_of(before, x) for x in blocks]):
-        kept = torch.stack([fit.moments(-(-_SAMPLED // len(fits)))[1] for fit in fits]).sum(0).double()
-        up = after.up_k[heads].double()
-        found.append(joined_met(up @ kept[:, :rank, :rank] @ up.mT, kept[:, rank:, rank:]))
-    return torch.cat(found)
 
 
 def _fits(after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> Iterator[tuple[slice, list[_QueryFit]]]:
@@ -153,7 +139,7 @@ class _QueryFit:
             sampled: Of how many tokens to rotate keys back.
         """
         nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
-        spread, queries, norm = joined_met(nope, rope), self.queries, self.jacobian.norm
+        spread, queries, norm = _joined(nope, rope), self.queries, self.jacobian.norm
         if norm is not None:
             queries, gain = queries * norm.inverse, norm.gain.roll(nope.shape[-1], -1)  # nope dims first
             spread = gain.mT * spread * gain
@@ -240,3 +226,11 @@ def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
 
 def _times(maps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return (maps @ bias.float()[..., None])[..., 0]
+
+
+def _joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """`[H, N + P, N + P]` of `[H, N, N]` and `[H, P, P]`, parts with and without positions apart."""
+    dims = nope.shape[1]
+    met = nope.new_zeros(len(nope), dims + rope.shape[1], dims + rope.shape[1])
+    met[:, :dims, :dims], met[:, dims:, dims:] = nope, rope
+    return met

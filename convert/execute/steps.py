@@ -12,14 +12,11 @@ from functools import partial
 from attention.errors import Failure
 from attention.formats import rounding_of
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration.queries import met_by_queries
 from convert.calibration.refit import refitted
 from convert.execute.job import Job
-from convert.families.neutral import query_channels
 from convert.methods.balanced import balanced, balanced_heads
-from convert.methods.constant_norm import with_constant_norm
+from convert.methods.constant_norm import behind_norm, with_constant_norm
 from convert.methods.latent import Allocation, sized
-from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget, Target
@@ -70,7 +67,6 @@ def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, rank
         "balance": partial(balance, job, target),
         "refit": partial(refit, job),
         "queries behind a norm": partial(_behind_norm, job),
-        "latent of queries": partial(_query_latent, job, target.spec.q_lora_rank or 0),
         "scale": partial(_scaled, target.host.latent_size(target.spec.kv_lora_rank or 0)),
     }
     return Pipeline(partial(factored, target, allocation, ranks), _named(job.plan.choosing(target), steps))
@@ -132,17 +128,6 @@ def _constant_norm(before: Attention, after: Record, layer: int, statistics: Sta
     return with_constant_norm(before, after, statistics.sample.to(before.k.device))
 
 
-def _query_latent(job: Job, rank: int, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
-    """Queries that read a latent of this rank."""
-    assert isinstance(after, FactoredAttention)
-    statistics = statistics.shrunk().to(after.down.device)
-    if statistics.sample is not None and job.shows_attention:
-        met = met_by_queries(before, after, [block.float() for block in statistics.sample.blocks])
-    else:
-        met = expected_met(after, statistics.attended)
-    return truncated(after, query_channels(rank), statistics.of_queries, met)
-
-
 def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries that read the input without the gains of its norm."""
     assert isinstance(after, FactoredAttention)
@@ -152,8 +137,7 @@ def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statist
         raise Failure(
             f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
             f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
-            hint="leave out --q-lora-rank and --engine llama.cpp: embeddings are so small that the norm's epsilon matters, "
-            "or gains are zero",
+            hint="leave out --engine llama.cpp: embeddings are so small that the norm's epsilon matters, or gains are zero",
         )
     return after
 

@@ -25,13 +25,10 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
-    beside_constants,
     constants,
     is_query_latent,
     join_query_bias,
-    latent_size,
     level,
-    query_constants,
     query_latent,
     query_rank,
     query_scale,
@@ -135,13 +132,7 @@ class LatentLayout(Family):
         biases = queries.new_zeros(len(queries))
         if a.q_nope_bias is not None and a.q_rope_bias is not None:
             biases = (torch.cat((a.q_nope_bias, a.q_rope_bias), 1) * scale).flatten()
-        if a.q_down is not None:
-            assert spec.q_lora_rank is not None, "whoever makes a latent of queries says its rank"
-            values = query_constants(spec.q_lora_rank)
-            size = latent_size(values)  # of channels that are about one
-            of_queries = beside_constants(size * a.q_down, spec.q_lora_rank, level(values))
-            tensors = of_queries | {"q_b_proj.weight": join_query_bias(queries / size, biases, spec.q_lora_rank)}
-        elif a.q_nope_bias is not None or spec.q_lora_rank is not None:
+        if a.q_nope_bias is not None:
             width, size = queries.shape[1], query_scale(queries)
             joined = join_query_bias(queries / size, biases, query_rank(width))
             tensors = query_latent(width, size, queries) | {"q_b_proj.weight": joined}

@@ -76,18 +76,12 @@ def _of_keys(down: Any, norm: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_queries(down: Any, norm: Any) -> dict[str, torch.Tensor]:
-    """Fixed weights of a neutral latent of queries: its constants or, if it is the input itself, everything."""
+    """Fixed weights of a neutral latent of queries, which is the input itself: everything."""
     gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
-    constant = bias != 0
-    if not bool(constant.any()) or bool(weight[constant].any()):
+    if not is_query_latent({"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}):
         return {}
-    whole = is_query_latent({"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain})
-    rows = torch.ones_like(constant) if whole else constant
-    return {
-        "down.weight": rows[:, None].expand_as(weight),
-        "down.bias": torch.ones_like(constant),
-        "q_a_layernorm.weight": torch.ones_like(constant),
-    }
+    still = torch.ones_like(bias, dtype=torch.bool)
+    return {"down.weight": still[:, None].expand_as(weight), "down.bias": still, "q_a_layernorm.weight": still}
 
 
 def without_dropout(model: Any) -> Any:

@@ -87,10 +87,6 @@ class Host(ABC):
         """The root mean square of latents with which the class rounds least; None if their size does not matter."""
         return None
 
-    def full_query_rank(self, width: int) -> int | None:
-        """The rank from which on a latent of queries of a model of that width loses nothing; None if the class has none."""
-        return None
-
     def notes(self, config: Any) -> tuple[str, ...]:
         """Sentences for the plan: what carrying a source of this config costs besides its cache."""
         return ()

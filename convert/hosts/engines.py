@@ -58,7 +58,7 @@ class Engine:
             return f"{self.name} does not run {host.name}, as far as was tried"
         if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
-            return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries (--q-lora-rank)"
+            return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries"
         if spec.layer_ranks and self.latents:
             return f"{self.name} takes latents of one size in all layers, not ranks per layer"
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)

@@ -51,9 +51,6 @@ class InsideClass(Host):
     def latent_size(self, kv_lora_rank: int) -> float | None:
         return self.inner.latent_size(kv_lora_rank)
 
-    def full_query_rank(self, width: int) -> int | None:
-        return self.inner.full_query_rank(width)
-
     def notes(self, config: Any) -> tuple[str, ...]:
         return self.inner.notes(decoder_of(config))
 

@@ -89,9 +89,6 @@ class StockLatent(Host):
     def latent_size(self, kv_lora_rank: int) -> float | None:
         return latent_size(constants(kv_lora_rank))
 
-    def full_query_rank(self, width: int) -> int | None:
-        return query_rank(width)
-
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         return {
             "architectures": [_ARCHITECTURE],
@@ -99,7 +96,7 @@ class StockLatent(Host):
             **carried(raw, config, _CARRIED),
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
-            "q_lora_rank": target.q_lora_rank or (query_rank(config.hidden_size) if self._query_biases(config) else None),
+            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "v_head_dim": target.head_dim,

@@ -42,9 +42,6 @@ class Portable(DeepseekV3):
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return super().engines(family, config) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
 
-    def full_query_rank(self, width: int) -> int | None:
-        return width  # the input without the gains of its norm
-
     def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         if reason := super().refuses(family, config, target):
             return reason

@@ -9,6 +9,8 @@ token, and what a token's |c| is off, its keys and values are off.
 
 The fit runs in whitened coordinates, with a ridge on w and B. B grows by the directions that lower the error fastest. What keys
 and values have in common for all tokens, the output's bias, rides on the combination of c / |c| that is nearest to constant.
+
+Queries of such a class may read a latent that has a norm of its own: the input without the gains of its norm (`behind_norm`).
 """
 
 from __future__ import annotations
@@ -134,3 +136,24 @@ def _carrying(o: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The smallest values `[H, D]` that W_O `[E, H, D]` turns into the bias, as far as any do."""
     values = torch.linalg.pinv(o.double().flatten(1), rtol=_NOTHING) @ bias.double()
     return values.view(o.shape[1:]).float()
+
+
+def behind_norm(record: FactoredAttention, gain: torch.Tensor, sample: Blocks) -> tuple[FactoredAttention, float]:
+    """The record with queries that read the input without the gains of its RMSNorm: another norm changes next to nothing.
+
+    Args:
+        record: Its queries read the input, and have no biases.
+        gain: `[E]`. A channel whose gain is zero is always zero, and left out.
+        sample: The layer's inputs.
+
+    Returns:
+        The record, whose queries make up for the mean size of what they read, and how far tokens are from that size (root mean
+        square).
+    """
+    # What bfloat16 holds, the other dtypes hold, too; queries make up for the rounding.
+    down = torch.where(gain == 0, 0, 1 / gain).bfloat16().to(record.q_nope)
+    sizes = torch.cat([(block.to(down) * down).square().mean(-1).sqrt() for block in sample.blocks])
+    mean = sizes.square().mean().sqrt()
+    scale = torch.where(down == 0, 0, mean / down)
+    found = replace(record, q_nope=record.q_nope * scale, q_rope=record.q_rope * scale, q_down=down.diag())
+    return found, float((sizes / mean - 1).square().mean().sqrt())

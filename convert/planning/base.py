@@ -142,7 +142,7 @@ class Plan:
     def layer_steps(self) -> tuple[str, ...]:
         """The steps that follow the method in each layer, by their names in `convert.execute.steps`."""
         refit = self.calibration is not None and self.calibration.refit
-        return self.target.layer_steps(refit, self.source.decoder.hidden_size)
+        return self.target.layer_steps(refit)
 
     @property
     def steps(self) -> list[str]:

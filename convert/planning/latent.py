@@ -68,7 +68,8 @@ def plan_latent(
     # Whether any latent fits the source comes first: it is what most users have to know.
     bounds = LatentBounds(source, family, _host(source, family, size, engine))
     require_held(bounds.host, family, source, method)
-    size = _for_engine(size, engine, bounds)
+    if engine and size.cache_dtype != AUTO:
+        require_stored(engine, size.cache_dtype, engine.caches)
     sizing = Sizing(bounds, method, engine, dtype)
     targets = sizing.targets(size)
     if engine:
@@ -94,17 +95,6 @@ def _host(source: Source, family: Family, size: LatentRequest, engine: Engine | 
     return host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
 
 
-def _for_engine(size: LatentRequest, engine: Engine | None, bounds: LatentBounds) -> LatentRequest:
-    """The request with what the engine needs; refused if it does not store the format that is asked for."""
-    if engine is None:
-        return size
-    if size.cache_dtype != AUTO:
-        require_stored(engine, size.cache_dtype, engine.caches)
-    if engine.query_latent(bounds.before) and size.q_lora_rank is None:
-        return replace(size, q_lora_rank=bounds.host.full_query_rank(bounds.source.decoder.hidden_size))
-    return size
-
-
 def _checked(engine: Engine, bounds: LatentBounds, targets: list[LatentTarget]) -> list[LatentTarget]:
     """The targets, with what the engine's user should know of the first; refused if the engine does not run them."""
     for target in targets:
@@ -120,10 +110,7 @@ def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpe
     objection = engine.objection(host, family, spec, config)
     if objection is None:
         return
-    hint = "give another --kv-lora-rank, or --kv-budget, which finds one"
-    if engine.query_latent(spec) is not bool(spec.q_lora_rank):
-        hint = f"leave out --q-lora-rank: --engine {engine.name} adds a latent of queries where one is needed"
-    raise Refusal(objection, hint=hint)
+    raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
 
 
 def _text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.formats import format_named, rounding_of
@@ -14,8 +14,6 @@ from convert.planning.budget import check_fold, default_fold, layer_ranks, serve
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
-    from convert.families import Family
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
@@ -30,7 +28,6 @@ _TRIED = (
     "int2",
     "mixed",
 )  # formats that --cache-dtype auto tries beside the dtype of the weights
-_FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class LatentRequest:
         kv_bytes: Bytes per token in all layers, or None.
         freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
-        q_lora_rank: The rank of a latent of queries; None for what the output class needs.
         portable: Whether engines' own DeepSeek classes have to run the result.
         per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
@@ -57,7 +53,6 @@ class LatentRequest:
     kv_bytes: int | None = None
     freqfold: int | None = None
     pad_rank: bool = False
-    q_lora_rank: int | None = None
     portable: bool = False
     per_layer_ranks: bool = False
     cache_dtype: str | None = None
@@ -232,7 +227,9 @@ class Sizing:
         bounds, host, before = self.bounds, self.bounds.host, self.bounds.before
         rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
         self._check_rotary(rope_dim)
-        spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(bounds, request.q_lora_rank))
+        spec = before.latent(rank, rope_dim)
+        if self.engine and self.engine.query_latent(before):
+            spec = replace(spec, q_lora_rank=bounds.source.decoder.hidden_size)
         self._check_kept(rope_dim)
         if request.per_layer_ranks:
             spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
@@ -318,7 +315,7 @@ class Sizing:
             yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
         else:
             yield _channels_note(rank, target.channels, host)
-            yield from host.notes(source.config) if spec.q_lora_rank is None else _query_notes(self.bounds, spec)
+            yield from host.notes(source.config)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
@@ -346,53 +343,6 @@ def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim:
     chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
     check_fold(chosen, rope_dim, rotary_dim)
     return chosen
-
-
-def _query_rank(bounds: LatentBounds, rank: int | None) -> int | None:
-    """The rank of a latent of queries as asked for, if the output class can have it."""
-    if rank is None:
-        return None
-    source, host = bounds.source, bounds.host
-    full = host.full_query_rank(source.decoder.hidden_size)
-    if full is None:
-        raise Refusal(
-            f"the result of {source.reference} is a {host.name}, which has no latent of queries, so it has no --q-lora-rank",
-            hint="leave out --q-lora-rank",
-        )
-    if host.portable and rank != full:
-        raise Refusal(
-            f"--q-lora-rank is {rank}, and a portable result of {source.reference} has queries of full rank: {full}",
-            hint="leave it out: --engine llama.cpp adds a latent of queries where one is needed",
-        )
-    if not _FEWEST_QUERY_CHANNELS <= rank <= full:
-        raise Refusal(
-            f"--q-lora-rank is {rank}, and for {source.reference} it must be from {_FEWEST_QUERY_CHANNELS} to {full}, which "
-            "holds the whole input and constants",
-            hint="leave it out for queries that lose nothing",
-        )
-    return rank
-
-
-def _query_notes(bounds: LatentBounds, spec: AttentionSpec) -> tuple[str, ...]:
-    """The cost and the gain of a latent of queries."""
-    source, family, host = bounds.source, bounds.family, bounds.host
-    config, layout = source.config, host.layout(family)
-
-    def weights(of: Family, sized: Any) -> int:
-        return sum(math.prod(shape) for shape in of.shapes(sized, 0).values())
-
-    plain, found = (host.sized(source.raw, config, size) for size in (replace(spec, q_lora_rank=None), spec))
-    counts = weights(layout, found), weights(family, config), weights(layout, plain)
-    saved = (
-        "the attention of a layer has {:,} parameters; the source's has {:,}, and without a latent of queries it would "
-        "have {:,}".format(*counts)
-    )
-    if spec.q_lora_rank == host.full_query_rank(config.hidden_size):
-        return (saved,)
-    return (
-        saved,
-        "a smaller MLA of the result would have kvfold's class, behind the norms of both latents",
-    )
 
 
 def _channels_note(rank: int, used: int, host: Host) -> str:

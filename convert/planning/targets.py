@@ -57,7 +57,7 @@ class GroupedTarget:
         """The new config.json."""
         return self.host.config(source.raw, source.config, self.spec, rotary)
 
-    def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
+    def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """As of `LatentTarget`."""
         steps = {"balance": rounding_of(self.cache_dtype) is not None, "refit": refit}
         return tuple(name for name, taken in steps.items() if taken)
@@ -108,7 +108,6 @@ class LatentTarget:
             "qk_rope_head_dim": self.spec.qk_rope_head_dim,
             **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
             **({"pad_rank": True} if self.pad_rank else {}),
-            **({} if self.spec.q_lora_rank is None else {"q_lora_rank": self.spec.q_lora_rank}),
             **({"portable": True} if self.host.portable else {}),
             **({"per_layer_ranks": True} if self.ranks else {}),
             **_of_cache(self.cache_dtype),
@@ -122,20 +121,17 @@ class LatentTarget:
         """The new config.json; `rotary` is the rotary embedding of its rotary key."""
         return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, self.spec, rotary)
 
-    def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
+    def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """The steps that follow the method in each layer, in order, by their names in `convert.execute.steps`.
 
         Args:
             refit: Whether queries, keys and values are fitted to a text.
-            width: Of the model.
         """
-        rank, full = self.spec.q_lora_rank, self.host.full_query_rank(width)
         steps = {
             "constant norm": self.host.portable,
             "balance": rounding_of(self.cache_dtype) is not None,
             "refit": refit,
-            "queries behind a norm": rank is not None and self.host.portable,
-            "latent of queries": rank is not None and not self.host.portable and rank != full,
+            "queries behind a norm": self.spec.q_lora_rank is not None,
             "scale": True,
         }
         return tuple(name for name, taken in steps.items() if taken)

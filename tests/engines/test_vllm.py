@@ -142,7 +142,7 @@ def test_other_output_classes_run_too(
     same_tokens(tmp_path / "out", dtype, [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
-@pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--q-lora-rank", 256))], ids=str)
+@pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)
 def test_its_own_deepseek_class_runs_portable_results(
     tied: bool, more: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:

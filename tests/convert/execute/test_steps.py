@@ -78,7 +78,6 @@ def test_steps_follow_each_other_in_order() -> None:
     ("host", "queries", "names"),
     [
         (None, None, ["refit", "scale"]),
-        (None, 12, ["refit", "latent of queries", "scale"]),
         (portable.HOST, None, ["constant norm", "refit", "scale"]),
         (portable.HOST, 12, ["constant norm", "refit", "queries behind a norm", "scale"]),
     ],
@@ -87,7 +86,7 @@ def test_a_latent_is_made_in_this_order(host: Any, queries: int | None, names: l
     target = latent()
     target = dataclasses.replace(target, spec=dataclasses.replace(target.spec, q_lora_rank=queries))
     target = target if host is None else dataclasses.replace(target, host=host)
-    plan = SimpleNamespace(choosing=lambda chosen: SimpleNamespace(layer_steps=chosen.layer_steps(refit=True, width=20)))
+    plan = SimpleNamespace(choosing=lambda chosen: SimpleNamespace(layer_steps=chosen.layer_steps(refit=True)))
     job: Any = SimpleNamespace(plan=plan)
     assert list(latent_pipeline(job, target, None, ()).steps) == names  # type: ignore[arg-type]
 
@@ -95,8 +94,8 @@ def test_a_latent_is_made_in_this_order(host: Any, queries: int | None, names: l
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_for_a_format_keys_and_values_are_balanced_before_they_are_fitted(form: str) -> None:
     target = dataclasses.replace(latent(), cache_dtype=form)
-    assert target.layer_steps(refit=True, width=20) == ("balance", "refit", "scale")
-    assert dataclasses.replace(target, cache_dtype="bfloat16").layer_steps(refit=True, width=20) == ("refit", "scale")
+    assert target.layer_steps(refit=True) == ("balance", "refit", "scale")
+    assert dataclasses.replace(target, cache_dtype="bfloat16").layer_steps(refit=True) == ("refit", "scale")
 
 
 @pytest.mark.parametrize(("form", "fitted_to"), [("int3", "int3"), ("int4", None), ("fp8", None), ("mixed", None)])

@@ -70,11 +70,6 @@ def test_queries_that_carry_biases_keep_their_latent() -> None:
     assert still["q_a_proj.weight"].all()  # an identity
     assert still["q_a_proj.bias"].all()
     assert still["q_a_layernorm.weight"].all()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_a_proj.weight[0, 1] = 0.5  # a latent of lower rank, as --q-lora-rank makes it
-    rows = fixed(model)[f"{LAYER}q_a_proj.weight"]
-    assert rows[-5:].all()
-    assert not rows[:-5].any()
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # the family looks whether the norm is neutral

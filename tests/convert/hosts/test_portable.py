@@ -123,7 +123,7 @@ def test_llama_cpp_wants_a_latent_of_queries_save_at_26_and_27_layers(layers: in
     assert running(HOST, FAMILIES["llama"], other) == ["transformers"]
     whether = "with" if q_lora_rank else "without"
     said = ENGINES["llama.cpp"].objection(HOST, FAMILIES["llama"], other)
-    assert said == f"llama.cpp takes models of {layers} layers {whether} a latent of queries (--q-lora-rank)"
+    assert said == f"llama.cpp takes models of {layers} layers {whether} a latent of queries"
 
 
 # ---- whole conversions ---------------------------------------------------------------------------------------------
@@ -219,7 +219,6 @@ def test_it_decodes_with_the_latent_alone_and_is_saved_again(
             ["--kv-lora-rank", 40, "--qk-rope-head-dim", 16, "--text", "TEXT"],
             "a portable result keeps each of its 4 frequencies once",
         ),
-        ([*SIZE, "--text", "TEXT", "--q-lora-rank", 32], "has queries of full rank: 64"),
         (["--kv-lora-rank", 40, "--qk-rope-head-dim", 6, "--text", "TEXT", "--method", "pca"], "not a geometric ladder"),
     ],
 )
@@ -281,7 +280,7 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
     said = " ".join(result.output.split())
     assert result.exit_code == 1
     assert re.search(r"behind the norm of layer 0's input, tokens differ in size by \d+\.\d% .* at most 2% is allowed", said)
-    assert "leave out --q-lora-rank and --engine llama.cpp" in said
+    assert "leave out --engine llama.cpp" in said
     ok(convert("mla", source, tmp_path / "plain", *options))
 
     gainless = tensors[gains].clone()

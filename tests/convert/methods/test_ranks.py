@@ -227,7 +227,6 @@ def test_refined_and_healed_results_keep_their_ranks(
         ([*RANKED, "--qk-rope-head-dim", 4, "--portable", "on"], "the latents of its layers have one rank"),
         ([*RANKED, "--qk-rope-head-dim", 4, "--engine", "vllm", "on"], "vllm does not run it"),
         ([*RANKED, "--qk-rope-head-dim", 4, "--pad-rank", "on"], "give either --per-layer-ranks or --pad-rank"),
-        ([*RANKED, "--qk-rope-head-dim", 4, "--q-lora-rank", 16, "on"], "which has no latent of queries"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -21,7 +21,7 @@ def test_a_grouped_target_says_what_was_asked_for_and_what_comes_of_it() -> None
     assert target.recipe() == {"groups": 2}
     assert target.facts() == {"kv_heads_after": 2}
     assert not target.copies
-    assert (grouped().layer_steps(True, 8), grouped().layer_steps(False, 8)) == (("refit",), ())
+    assert (grouped().layer_steps(True), grouped().layer_steps(False)) == (("refit",), ())
     recipe = grouped(groups=2)
     recipe.recipe()["groups"] = 5
     assert "groups" not in recipe.options, "a recipe is the reader's own"
@@ -36,7 +36,7 @@ def test_as_many_groups_as_heads_is_a_copy() -> None:
 
 def test_a_latent_target_says_its_size_and_its_channels() -> None:
     target = latent()
-    assert (target.command, target.copies, target.layer_steps(False, 20)) == ("mla", False, ("scale",))
+    assert (target.command, target.copies, target.layer_steps(False)) == ("mla", False, ("scale",))
     assert target.recipe() == {"kv_lora_rank": 16, "qk_rope_head_dim": 4}
     assert target.facts() == {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "latent_channels": 15}
     assert latent(freqfold=2, pad_rank=True).recipe() == {
