@@ -67,56 +67,6 @@ class HeadProjections:
 
 
 @dataclass(frozen=True)
-class LatentProjections:
-    """The queries, the latent and the RoPE key of a source that has latent attention with a norm of its latent.
-
-    Behind that norm, keys and values are linear again: a smaller latent is made of the normalised latent and the RoPE key, and
-    each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
-
-    Attributes:
-        q: `[H, N + P, E]`, or `[H, N + P, Q]` of a latent of Q numbers that queries have of their own.
-        kv: `[R + P, E]`, the latent and then the RoPE key.
-        kv_norm: The norm of the latent, with gains `[1, R]`.
-        kv_bias: `[R + P]` or None.
-        q_down: `[Q, E]`, the latent of queries, or None.
-        q_norm: Its norm, with gains `[1, Q]`, or None.
-        q_down_bias: `[Q]` or None.
-    """
-
-    q: torch.Tensor
-    kv: torch.Tensor
-    kv_norm: QKNorm
-    kv_bias: torch.Tensor | None = None
-    q_down: torch.Tensor | None = None
-    q_norm: QKNorm | None = None
-    q_down_bias: torch.Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        """E."""
-        return self.kv.shape[-1]
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.kv_norm.gain.shape[-1]
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of inputs `x [B, T, E]`: queries `[B, H, T, N + P]`, and latent and RoPE key side by side, `[B, T, R + P]`."""
-        import torch
-
-        both = _projected(x, self.kv[None], None if self.kv_bias is None else self.kv_bias[None])
-        both = torch.cat((self.kv_norm(both[..., : self.rank]), both[..., self.rank :]), -1)[:, 0]
-        if self.q_down is not None and self.q_norm is not None:
-            down = _projected(x, self.q_down[None], None if self.q_down_bias is None else self.q_down_bias[None])
-            x = self.q_norm(down)[:, 0]
-        return _projected(x, self.q, None), both
-
-
-Projections = HeadProjections | LatentProjections
-
-
-@dataclass(frozen=True)
 class Attention:
     """One layer's attention, independent of its checkpoint's layout. Tensors keep the checkpoint's dtype.
 
@@ -134,7 +84,7 @@ class Attention:
         q_norm: QK-norm of the queries, or None.
         k_norm: QK-norm of the keys, or None.
         projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
-            queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
+            queries, and 2 G D for `k` and `v`, which read keys and values side by side.
         scoring: What becomes of scaled logits: ALiBi, a window, a cap.
         rounding: The format that its keys and values are cached in; None for no rounding.
         sinks: `[H]`, a logit of each head that takes part in every softmax and has no value; None without.
@@ -152,7 +102,7 @@ class Attention:
     o_bias: torch.Tensor | None = None
     q_norm: QKNorm | None = None
     k_norm: QKNorm | None = None
-    projections: Projections | None = None
+    projections: HeadProjections | None = None
     scoring: Scoring = PLAIN
     rounding: Format | None = None
     sinks: torch.Tensor | None = None
@@ -231,7 +181,7 @@ class FactoredAttention:
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
-        projections: As in `Attention`: E is then D for queries, and 2 G D, or R + P of the source, for `k_rope` and `down`.
+        projections: As in `Attention`: E is then D for queries, and 2 G D for `k_rope` and `down`.
         scoring: As in `Attention`.
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
@@ -253,7 +203,7 @@ class FactoredAttention:
     q_rope_bias: torch.Tensor | None = None
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
-    projections: Projections | None = None
+    projections: HeadProjections | None = None
     scoring: Scoring = PLAIN
     q_down: torch.Tensor | None = None
     normalised: bool = False

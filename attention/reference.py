@@ -11,7 +11,7 @@ import torch
 
 from attention.encoding import rounded
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, LatentProjections, Projections
+from attention.record import Attention, FactoredAttention, HeadProjections
 from attention.scoring import Scoring
 
 
@@ -87,30 +87,17 @@ def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return states if bias is None else states + bias[:, None]
 
 
-def _read(x: torch.Tensor, projections: Projections | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(x: torch.Tensor, projections: HeadProjections | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs of queries `[B, T, E]`, or of each head's queries `[B, H, T, E]`, and of keys and values `[B, T, E]`."""
     if projections is None:
         return x, x
     p = projections
-    if isinstance(p, LatentProjections):
-        return _read_latent(x, p)
     queries, keys, values = _projected(x, p.q, p.q_bias), _projected(x, p.k, p.k_bias), _projected(x, p.v, p.v_bias)
     queries, keys = queries if p.q_norm is None else p.q_norm(queries), keys if p.k_norm is None else p.k_norm(keys)
     if p.clip is not None:
         queries, keys, values = (states.clamp(-p.clip, p.clip) for states in (queries, keys, values))
     both = [head for states in (keys, values) for head in states.unbind(1)]
     return queries, torch.cat(both, -1)
-
-
-def _read_latent(x: torch.Tensor, p: LatentProjections) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a source with latent attention."""
-    both = torch.einsum("bte,re->btr", x, p.kv)
-    both = both if p.kv_bias is None else both + p.kv_bias
-    latent, key = both[..., : p.rank], both[..., p.rank :]
-    if p.q_down is not None and p.q_norm is not None:
-        x = torch.einsum("bte,qe->btq", x, p.q_down)
-        x = p.q_norm((x if p.q_down_bias is None else x + p.q_down_bias)[:, None])[:, 0]
-    return torch.einsum("bte,hde->bhtd", x, p.q), torch.cat((p.kv_norm(latent[:, None])[:, 0], key), -1)
 
 
 def _attention(scores: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None = None) -> torch.Tensor:

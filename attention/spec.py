@@ -262,7 +262,7 @@ class AttentionSpec:
         if self.kv_lora_rank is not None:
             raise Refusal(
                 f"{self.kind} has a latent and no KV heads to merge",
-                hint="use `convert mla` for a smaller latent, or convert the original MHA checkpoint",
+                hint="convert the original MHA checkpoint; of its own results, `convert mla` makes a smaller latent",
             )
         heads = self.num_kv_heads
         choices = [g for g in range(1, heads + 1) if heads % g == 0]

@@ -43,7 +43,6 @@ EXPERTS: dict[str, Any] = {
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96,
 }  # fmt: skip
-LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 # Where a class has names or defaults of its own.
 OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 1.0},
@@ -53,7 +52,6 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": False, "n_head": 4, "n_inner": 384},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
     "mpt": {"expansion_ratio": 3},
-    "minicpm3": {"scale_emb": 1.0},
     "opt": {"ffn_dim": 384, "word_embed_proj_dim": 128},
     "xglm": {"ffn_dim": 384},
     "codegen": {"rotary_dim": 16},
@@ -68,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rate", type=float, default=3e-3, help="the learning rate, which is too high for some types")
-    parser.add_argument("--types", default=",".join(sorted(FAMILIES)))
+    parser.add_argument("--types", default=",".join(sorted(name for name, family in FAMILIES.items() if family.has_heads)))
     args = parser.parse_args(arguments)
     types = [name.strip() for name in args.types.split(",")]
     if unknown := [name for name in types if name not in FAMILIES]:
@@ -99,9 +97,7 @@ def config(model_type: str, tokenizer: Any) -> Any:
     """That of a small model of the type."""
     family = FAMILIES[model_type]
     values: dict[str, Any] = SIZES | OWN.get(model_type, {}) | {"vocab_size": len(tokenizer)}
-    if not family.has_heads:
-        values |= LATENT
-    elif not family.shares_heads:
+    if not family.shares_heads:
         del values["num_key_value_heads"], values["head_dim"]
     default = transformers.AutoConfig.for_model(model_type)
     values |= {name: value for name, value in EXPERTS.items() if hasattr(default, name)}

@@ -32,15 +32,15 @@ _DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_inte
 BESIDES: dict[str, dict[str, Any]] = {  # by type
     "granitemoehybrid": _DENSE,
     "phi4_multimodal": _SEES_AND_HEARS,
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "sarvam_mla", "youtu"), LATENT),
+    **dict.fromkeys((name for name in reading.COUNTED if name != "deepseek_v2"), LATENT),
 }  # fmt: skip
 FOUND = [name for name in reading.FOUND if name in CONFIG_MAPPING]  # some came after the oldest transformers
-LATENTS = [name for name, besides in BESIDES.items() if besides is LATENT]
+LATENTS = [name for name, besides in BESIDES.items() if besides is LATENT and name in CONFIG_MAPPING]  # are refused
 UNSHARED = ("gpt-sw3", "modernbert-decoder", "persimmon")  # their classes ignore the number of KV heads
 SINKS = [name for name in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint") if name in FOUND]  # whose heads have sinks
 # Types that kvfold's class has no latent for: norms behind RoPE, senses, and a config that other sizes do not fit.
 WITHOUT_LATENT = ("hunyuan_v1_moe", "nanochat", "phi4_multimodal", "granitemoehybrid", *SINKS)
-SHARING = [name for name in FOUND if name not in (*LATENTS, *UNSHARED)]
+SHARING = [name for name in FOUND if name not in UNSHARED]
 
 
 def small(model_type: str, **changes: Any) -> Any:

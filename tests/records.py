@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, LatentProjections, Projections, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from attention.scoring import Scoring
@@ -92,22 +92,6 @@ def factored_behind_norms() -> FactoredAttention:
     return dataclasses.replace(kept, q_nope=queries.q_nope, q_rope=queries.q_rope, o=a.o, projections=projections)
 
 
-def factored_behind_latent(queries: int | None = 7, biased: bool = True) -> FactoredAttention:
-    """Latent attention of 4 heads that reads a normalised latent of 8 numbers and a RoPE key of 4, of inputs of 20."""
-
-    def norm(count: int) -> QKNorm:
-        return QKNorm("rms", "head", random(1, count, seed=count), None, 1e-6)
-
-    q, kv, down = random(4, 10, queries or 20, seed=1) * 0.3, random(12, 20, seed=2) * 0.3, random(queries or 1, 20, seed=3)
-    bias, down_bias = (random(12, seed=4), random(queries or 1, seed=5)) if biased else (None, None)
-    of_queries = (None, None, None) if queries is None else (down, norm(queries), down_bias)
-    of_heads, kept = factored(width=10, biased=False), factored(rank=8, width=12, biased=False)
-    return dataclasses.replace(
-        kept, q_nope=of_heads.q_nope, q_rope=of_heads.q_rope, o=random(20, 4, 6, seed=6) * 0.3,
-        projections=LatentProjections(q, kv, norm(8), bias, *of_queries),
-    )  # fmt: skip
-
-
 def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torch.Tensor:
     """`[blocks, T, E]`, anisotropic and off centre, as the inputs of real layers are."""
     mixing = torch.diag(torch.linspace(0.5, 2, width)) @ (torch.eye(width) + 0.2 * random(width, width, seed=seed))
@@ -121,7 +105,7 @@ def measured(x: torch.Tensor) -> Statistics:
     return Statistics(second, mean, len(rows), Attended.assumed(second, mean), Blocks.whole(x))
 
 
-def measured_behind(projections: Projections, x: torch.Tensor) -> Statistics:
+def measured_behind(projections: HeadProjections, x: torch.Tensor) -> Statistics:
     """The same of the keys and values that projections make of `x [n, T, E]`, and of their queries."""
     queries, both = projections(x)
     rows = torch.nn.functional.pad(queries.double(), (0, 1), value=1).transpose(0, 1).flatten(1, 2)

@@ -120,6 +120,8 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
     from convert.families import family_of
 
     changes = _UNLIKE.get(model_type, {}) | changes
+    if model_type in OF_LATENT:
+        return tiny_config(model_type, **changes)
     config = tiny_config(model_type, **dict.fromkeys(SWITCHES, on), **changes)
     return tiny_config(model_type, **changes) if family_of(model_type).unreadable(config) else config
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 # Of this file and `modeling_kvfold.py`, which has the same: raised whenever a release changes one of them.
 CODE_VERSION = 1
-
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # the sizes of a latent that the source has
 
 
 class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -38,8 +35,6 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         projected_kv_heads: Behind a norm or clamp: the KV heads that are projected, where `text_config` states those that are
             cached; None if it states both.
         unrotated_layers: Of grouped attention behind a norm or clamp: layers without RoPE in a model that has it.
-        source_latent: With a latent: the sizes of the latent that the source has already, by their names in `text_config`, and
-            the `eps` of its norm, and of that of the queries' latent if `text_config` has a `q_lora_rank`; None without one.
     """
 
     model_type = "kvfold"
@@ -59,9 +54,12 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     clip_qkv: float | None = None
     projected_kv_heads: int | None = None
     unrotated_layers: list[int] | None = None
-    source_latent: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.get("source_latent") is not None:  # written before the first release, of models that had a latent already
+            raise ValueError(
+                "source_latent is of an earlier version of kvfold: load the model with the code beside its weights"
+            )
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
         if getattr(self.text_config, "kv_lora_rank", None) is not None:
@@ -70,18 +68,6 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.inner_windows is not None:
             self._check_windows(self.inner_windows)
         super().__post_init__(**kwargs)
-
-    @property
-    def stock_config(self) -> Any:
-        """The config of the stock class, with the sizes that the source's own latent has, if it has one."""
-        if self.source_latent is None:
-            return self.text_config
-        stock: Any = copy.deepcopy(self.text_config)
-        for name in _LATENT:
-            setattr(stock, name, self.source_latent[name])
-        stock.head_dim = stock.qk_rope_head_dim  # by which the class makes cosines and sines
-        stock.qk_head_dim = stock.qk_nope_head_dim + stock.qk_rope_head_dim
-        return stock
 
     def _check_ranks(self, ranks: list[int]) -> None:
         """Raise `ValueError` if there is not a rank for each layer."""
@@ -111,8 +97,6 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         listed = factors if isinstance(factors, list) else [factors] * layers
         if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
             raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
-        if self.source_latent is not None:
-            self._check_source(self.source_latent)
 
     def _check_projections(self) -> None:
         """Raise `ValueError` if what is kept of the source's projections is not complete."""
@@ -130,15 +114,6 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         listed = [] if self.unrotated_layers is None else self.unrotated_layers
         if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in listed):
             raise ValueError(f"unrotated_layers is {listed}; it must list layers from 0 to {layers - 1}")
-
-    def _check_source(self, found: dict[str, Any]) -> None:
-        """Raise `ValueError` if the sizes of the source's latent are missing."""
-        if not isinstance(found, dict) or set(found) != {*_LATENT, "eps"}:
-            raise ValueError(f"source_latent is {found}; it must have the keys {', '.join(_LATENT)} and eps")
-        if not all(isinstance(found[name], int) and found[name] > 0 for name in _LATENT):
-            raise ValueError(f"source_latent is {found}; its sizes must be integers above 0")
-        if not isinstance(found["eps"], int | float) or not found["eps"] >= 0:
-            raise ValueError(f"source_latent has eps {found['eps']!r}; it must be a number of at least 0")
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""

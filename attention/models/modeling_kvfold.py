@@ -435,7 +435,7 @@ class KvfoldLatentAttention(_BehindHeads):
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
     the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm or a
     clamp, its projections and norms stay: the latent and the RoPE key are made of the keys and values behind them, and so are
-    queries. Likewise if it has a latent with a norm: of that latent and its RoPE key, smaller ones are made.
+    queries.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
     Arguments as in `_Attention`.
     """
@@ -452,14 +452,8 @@ class KvfoldLatentAttention(_BehindHeads):
         factors = config.rope_factor
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.source_latent = config.source_latent
-        self.behind = self.source_latent is not None or config.qk_norm is not None or config.clip_qkv is not None
-        if self.source_latent is not None:
-            self._keep_latent(self.source_latent, width, inner.q_lora_rank, config.qkv_bias)
-            self.kv_a_proj_with_mqa = nn.Linear(
-                self.source_latent["kv_lora_rank"] + self.source_latent["qk_rope_head_dim"], cached, bias=False
-            )
-        elif self.behind:
+        self.behind = config.qk_norm is not None or config.clip_qkv is not None
+        if self.behind:
             self.kv_a_proj_with_mqa = nn.Linear(self.keep_heads(config, self.qk_head_dim), cached, bias=False)
         else:
             self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
@@ -468,19 +462,6 @@ class KvfoldLatentAttention(_BehindHeads):
         self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
-
-    def _keep_latent(self, sizes: dict[str, Any], width: int, queries: int | None, bias: bool) -> None:
-        """Make the projections and norms of a source with latent attention; `queries` is the size of their latent, or None."""
-        dim, rank = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
-        form = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": sizes["eps"], "gain_offset": 0.0}
-        if queries is None:
-            self.q_proj = nn.Linear(width, self.num_heads * dim, bias=False)
-        else:
-            self.q_a_proj, self.q_norm = nn.Linear(width, queries, bias=bias), _HeadNorm(form, 1, queries)
-            self.q_b_proj = nn.Linear(queries, self.num_heads * dim, bias=False)
-        self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
-        self.kv_proj = nn.Linear(width, rank + sizes["qk_rope_head_dim"], bias=bias)
-        self.kv_norm = _HeadNorm(form, 1, rank)
 
     def forward(
         self,
@@ -521,23 +502,13 @@ class KvfoldLatentAttention(_BehindHeads):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
-        if self.behind and self.source_latent is None:
+        if self.behind:
             return self.mapped_queries(hidden_states).transpose(1, 2)
-        if self.source_latent is not None and self.config.q_lora_rank is not None:
-            queries = self.q_b_proj(self.q_norm(self.q_a_proj(hidden_states)))
-        else:
-            queries = self.q_proj(hidden_states)
-        queries = queries.unflatten(-1, (self.num_heads, -1))
-        return (queries if self.source_latent is None else self.q_head_proj(queries)).transpose(1, 2)
+        return self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.source_latent is not None:
-            latent, rope = self.kv_proj(hidden_states).split(
-                (self.source_latent["kv_lora_rank"], self.source_latent["qk_rope_head_dim"]), -1
-            )
-            hidden_states = torch.cat((self.kv_norm(latent), rope), -1)
-        elif self.behind:
+        if self.behind:
             hidden_states = self.source_keys_values(hidden_states)
         return self.kv_a_proj_with_mqa(hidden_states)
 
@@ -545,15 +516,13 @@ class KvfoldLatentAttention(_BehindHeads):
         self,
         q_rope: torch.Tensor,
         k_rope: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
         if not self.rope_columns:
             return q_rope, k_rope
         if position_embeddings is None:
             raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
-        if isinstance(position_embeddings, torch.Tensor):  # DeepSeek-V2: complex numbers
-            position_embeddings = position_embeddings.real, position_embeddings.imag
         chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.
@@ -612,7 +581,7 @@ class KvfoldModel(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]
         self.inner_name = stock.base_model_prefix
-        self.add_module(self.inner_name, AutoModel.from_config(config.stock_config))
+        self.add_module(self.inner_name, AutoModel.from_config(config.text_config))
         _graft(self.inner, config, config.attention_path.removeprefix(f"{self.inner_name}."))
         self._no_split_modules = self.inner._no_split_modules
         self.post_init()
@@ -657,7 +626,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)
         object.__setattr__(self, "_supports_flash_attn", stock._supports_flash_attn)
         super().__init__(config)
-        self.model = AutoModelForCausalLM.from_config(config.stock_config)
+        self.model = AutoModelForCausalLM.from_config(config.text_config)
         _graft(self.model, config, config.attention_path)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import bloom, conv1d, deepseek, falcon, latent, mpt, multi_query, separate, stacked
+from convert.families import bloom, conv1d, falcon, latent, mpt, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
@@ -19,7 +19,6 @@ FAMILIES: dict[str, Family] = {
         conv1d.FAMILY,
         multi_query.FAMILY,
         *latent.ROWS,
-        *deepseek.ROWS,
     )
 }
 

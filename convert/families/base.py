@@ -46,7 +46,6 @@ class Traits:
         qk_norm: The QK-norm, or None.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that are set and make the class do more than the record describes.
-        latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
         sinks: Whether each head has a sink (`attention.record.Attention`).
     """
 
@@ -56,7 +55,6 @@ class Traits:
     qk_norm: NormForm | None = None
     adds_output: bool = True
     extra_features: Mapping[str, Any] = field(default_factory=dict)
-    latent_norm: NormForm | None = None
     sinks: bool = False
 
     @property
@@ -66,9 +64,9 @@ class Traits:
 
     @property
     def behind_projections(self) -> Traits:
-        """The features that are left for a record that reads `attention.record.Projections`."""
+        """The features that are left for a record that reads `attention.record.HeadProjections`."""
         extra = {field: value for field, value in self.extra_features.items() if field != CLIP}
-        return replace(self, qk_norm=None, latent_norm=None, extra_features=extra)
+        return replace(self, qk_norm=None, extra_features=extra)
 
 
 # Config fields that say how many tokens some layers see.
@@ -248,16 +246,14 @@ class Family(ABC):
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     def dims_of_heads(self, config: Any) -> int:
-        """How many numbers the keys and values of all KV heads have, as they are projected; or a latent and its RoPE key."""
+        """How many numbers the keys and values of all KV heads have, as they are projected."""
         spec = self.spec(config)
-        if spec.kv_lora_rank is not None:
-            return spec.kv_lora_rank + spec.qk_rope_head_dim
         return 2 * spec.num_kv_heads * spec.head_dim
 
     def needs_projections(self, config: Any) -> bool:
-        """Whether a latent reads `attention.record.Projections`: nothing can be mixed across a norm or a clamp."""
+        """Whether a latent reads `attention.record.HeadProjections`: nothing can be mixed across a norm or a clamp."""
         traits = self.traits(config)
-        return any(part is not None for part in (traits.qk_norm, traits.clip, traits.latent_norm))
+        return traits.qk_norm is not None or traits.clip is not None
 
     def merges_norm_gains(self, config: Any) -> bool:
         """Whether the key norm has different gains per head, so that merging heads is inexact."""

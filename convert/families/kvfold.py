@@ -1,7 +1,6 @@
 """The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers.
 
-Sources with QK-norm, a clamp or a latent that has a norm keep their projections and norms, and have shared heads or the latent
-behind them.
+Sources with QK-norm or a clamp keep their projections and norms, and have shared heads or the latent behind them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm
-from attention.record import Attention, FactoredAttention, HeadProjections, LatentProjections, Projections, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary, no_rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
@@ -20,12 +19,9 @@ from convert.families.base import Family, Traits
 from convert.families.names import NameTable
 from convert.families.projections import (
     join_heads,
-    join_latent,
     join_projections,
-    latent_shapes,
     projection_shapes,
     split_factors,
-    split_latent,
     split_projections,
 )
 
@@ -60,10 +56,10 @@ class KvfoldProjections(Family):
         self.computed, self.in_engines = inner.computed, inner.in_engines
 
     def for_config(self, config: Any) -> Family:
-        return KvfoldProjections(self.inner.for_config(config.stock_config))
+        return KvfoldProjections(self.inner.for_config(config.text_config))
 
     def unreadable(self, config: Any) -> str | None:
-        return self.inner.unreadable(config.stock_config)
+        return self.inner.unreadable(config.text_config)
 
     def beside(self, name: str) -> str | None:
         kept = self.inner.beside(name)
@@ -74,7 +70,7 @@ class KvfoldProjections(Family):
         if self.needs_projections(config):
             shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (width, spec.num_heads * spec.head_dim)}
             shapes |= {"o_proj.bias": (width,)} if config.o_bias else {}
-            shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _dims_of_queries(config))
+            shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _projected(config).head_dim)
         else:
             made = _shapes_of_latent if spec.kv_lora_rank else projection_shapes
             shapes = made(spec, width, config.qkv_bias, config.o_bias)
@@ -108,9 +104,8 @@ class KvfoldProjections(Family):
         if source.needs_code:
             return super().dtypes(tensors, source, config, layer)
         record = source.split(tensors, config, layer)
-        held = record if isinstance(record, Attention) else record.projections
-        assert held is not None, "a latent that has a norm is behind projections"
-        local = {**_join_projected(held), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
+        assert isinstance(record, Attention), "a latent that has no code of ours is in a stock class"
+        local = {**_join_projected(record), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
         return {f"{self.module(layer)}.{name}": tensor.dtype for name, tensor in local.items() if tensor is not None}
 
     def traits(self, config: Any) -> Traits:
@@ -119,20 +114,18 @@ class KvfoldProjections(Family):
         return replace(traits, layers_with_rotary=config.text_config.num_hidden_layers) if config.rope_pairs else traits
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
-        own = self.inner.rotary(config.stock_config, layer)
+        own = self.inner.rotary(config.text_config, layer)
         if not config.rope_pairs:
             return replace(own, pairing="half") if own and self.needs_projections(config) else own
-        others = (self.inner.rotary(config.stock_config, i) for i in range(config.text_config.num_hidden_layers))
+        others = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
         return next(rotary.select(config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
     def dims_of_heads(self, config: Any) -> int:
-        if config.source_latent:
-            return self.inner.dims_of_heads(config.stock_config)
         projected = _projected(config)
         return 2 * projected.num_kv_heads * projected.head_dim
 
     def needs_projections(self, config: Any) -> bool:
-        return any(part is not None for part in (config.qk_norm, config.clip_qkv, config.source_latent))
+        return config.qk_norm is not None or config.clip_qkv is not None
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)
@@ -155,32 +148,16 @@ def _norm(config: Any) -> NormForm | None:
     return NormForm(**config.qk_norm) if config.qk_norm else None
 
 
-def _latent_norm(config: Any) -> NormForm:
-    return NormForm("rms", "head", False, False, config.source_latent["eps"])
-
-
 def _projected(config: Any) -> AttentionSpec:
     """The heads that a source with QK-norm or a clamp projects."""
     heads = AttentionSpec.of_heads(config.text_config)
     return replace(heads, num_kv_heads=config.projected_kv_heads or heads.num_kv_heads)
 
 
-def _dims_of_queries(config: Any) -> int:
-    """How many numbers a head's queries have as the source projects them."""
-    if config.source_latent:
-        return int(config.source_latent["qk_nope_head_dim"] + config.source_latent["qk_rope_head_dim"])
-    return _projected(config).head_dim
-
-
 def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The source's projections of queries, keys and values, and their norms."""
-    width = config.text_config.hidden_size
-    if config.source_latent:
-        spec, queries = AttentionSpec.from_config(config.stock_config), config.text_config.q_lora_rank
-        shapes = latent_shapes(spec, width, queries, config.qkv_bias) | {"kv_norm.weight": (1, spec.kv_lora_rank or 0)}
-        return shapes if queries is None else {**shapes, "q_norm.weight": (1, queries)}
     spec = _projected(config)
-    shapes = projection_shapes(spec, width, config.qkv_bias, False)
+    shapes = projection_shapes(spec, config.text_config.hidden_size, config.qkv_bias, False)
     del shapes["o_proj.weight"]
     if form := _norm(config):
         parts = ("weight", "bias") if form.bias else ("weight",)
@@ -209,20 +186,16 @@ def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
 
 
-def _projections(local: Mapping[str, torch.Tensor], config: Any) -> Projections:
-    if config.source_latent:
-        return split_latent(local, config.text_config.num_attention_heads, _latent_norm(config))
-    a, form = split_projections(local, _dims_of_queries(config), 1.0, None), _norm(config)
+def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjections:
+    a, form = split_projections(local, _projected(config).head_dim, 1.0, None), _norm(config)
     q_norm, k_norm = (
         form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
     )
     return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
 
 
-def _join_projected(p: Projections | Attention) -> dict[str, torch.Tensor]:
+def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
     """Projections and their norms, also of a record that has these itself; the inverse of `_projections`."""
-    if isinstance(p, LatentProjections):
-        return join_latent(p)
     local = join_heads(p)
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
         if norm is not None:

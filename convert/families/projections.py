@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attention.qk_norm import NormForm
-from attention.record import Attention, FactoredAttention, HeadProjections, LatentProjections
+from attention.record import Attention, FactoredAttention, HeadProjections
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -70,50 +69,6 @@ def join_heads(a: Attention | HeadProjections) -> dict[str, torch.Tensor]:
     local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", a.q), ("k", a.k), ("v", a.v))}
     biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
     return local | {f"{part}_proj.bias": rows.flatten() for part, rows in biases if rows is not None}
-
-
-def latent_shapes(spec: AttentionSpec, width: int, queries: int | None, bias: bool) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of `LatentProjections`, by its name; norms apart.
-
-    Args:
-        spec: Their sizes.
-        width: E.
-        queries: Q, or None if queries have no latent of their own.
-        bias: Whether what makes latents has biases.
-    """
-    rows, cached = spec.num_heads * spec.key_dim, (spec.kv_lora_rank or 0) + spec.qk_rope_head_dim
-    shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (rows, width)}
-    if queries is not None:
-        shapes = {"q_a_proj.weight": (queries, width), "q_b_proj.weight": (rows, queries)}
-    shapes["kv_proj.weight"] = (cached, width)
-    biased = ("kv_proj",) if queries is None else ("q_a_proj", "kv_proj")
-    return shapes | ({f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased} if bias else {})
-
-
-def split_latent(local: Mapping[str, torch.Tensor], heads: int, form: NormForm) -> LatentProjections:
-    """`LatentProjections` of these tensors and of the norms `kv_norm` and, if queries have a latent, `q_norm`, as views."""
-    q = local["q_proj.weight"] if "q_proj.weight" in local else local["q_b_proj.weight"]
-    down = local.get("q_a_proj.weight")
-    return LatentProjections(
-        q=q.unflatten(0, (heads, -1)),
-        kv=local["kv_proj.weight"],
-        kv_norm=form.with_gains(local["kv_norm.weight"].view(1, -1), None),
-        kv_bias=local.get("kv_proj.bias"),
-        q_down=down,
-        q_norm=None if down is None else form.with_gains(local["q_norm.weight"].view(1, -1), None),
-        q_down_bias=local.get("q_a_proj.bias"),
-    )
-
-
-def join_latent(p: LatentProjections) -> dict[str, torch.Tensor]:
-    """The inverse of `split_latent`; gains are `[1, n]`."""
-    local = {"kv_proj.weight": p.kv, "kv_norm.weight": p.kv_norm.gain}
-    if p.q_down is None or p.q_norm is None:
-        local["q_proj.weight"] = p.q.flatten(0, 1)
-    else:
-        local |= {"q_a_proj.weight": p.q_down, "q_norm.weight": p.q_norm.gain, "q_b_proj.weight": p.q.flatten(0, 1)}
-    biases = {"kv_proj.bias": p.kv_bias, "q_a_proj.bias": p.q_down_bias}
-    return local | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def split_factors(local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary) -> FactoredAttention:

@@ -56,7 +56,7 @@ class Host(ABC):
     keeps_sinks: bool = False
 
     def reads_projections(self, family: Family, config: Any) -> bool:
-        """Whether what it holds of such a source is behind its projections (`attention.record.Projections`)."""
+        """Whether what it holds of such a source is behind its projections (`attention.record.HeadProjections`)."""
         return self.keeps_projections and family.needs_projections(config)
 
     @property

@@ -24,7 +24,6 @@ from convert.hosts.phi import HOST as PHI
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attention.qk_norm import NormForm
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -34,9 +33,9 @@ _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
-    "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
-    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "minicpm3", "ministral", "mistral",
+    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5",
+    "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
     "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 )  # fmt: skip
@@ -117,8 +116,8 @@ class Kvfold(Host):
             return "its decoder is inside another model, and the class holds decoders alone"
         if inner.model_type not in self.families and (family.in_engines or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
-        if not family.has_heads and not traits.latent_norm:
-            return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
+        if not family.has_heads:
+            return "it has a latent already, in a stock class"
         return None
 
     def _refuses_heads(self, family: Family, config: Any) -> str | None:
@@ -151,7 +150,6 @@ class Kvfold(Host):
                 "o_bias": traits.o_bias,
                 "scaling": scaling,
                 **({"inner_windows": windows} if any(windows) else {}),
-                **({"source_latent": _latent(source.spec(config), traits.latent_norm)} if traits.latent_norm else {}),
             }
         if target.kv_lora_rank is None:
             inner = {**inner, "num_key_value_heads": target.num_kv_heads}
@@ -198,12 +196,6 @@ def _inside(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[Family
     return stock.layout(family), stock.config(raw, config, whole, None), stock.sized(raw, config, whole)
 
 
-def _latent(spec: AttentionSpec, norm: NormForm) -> dict[str, Any]:
-    """The sizes of a source's latent, whose names in the config the result's have, and what its norm adds."""
-    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
-    return {**{name: getattr(spec, name) for name in sizes}, "eps": norm.eps}
-
-
 def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
     """What follows a source's projections: QK-norm, a clamp."""
     traits = family.traits(config)
@@ -232,7 +224,7 @@ def _behind_heads(family: Family, config: Any) -> dict[str, Any]:
 
 def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
-    inner, of_class = (family.inner, config.stock_config) if isinstance(family, KvfoldProjections) else (family, config)
+    inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
     source = inner.first_rotary(of_class)
     if source is None:
         return {"rope_pairs": []}

@@ -73,8 +73,8 @@ class StockLatent(Host):
         if reason := refuses_restarts(family, family.rotary(config, 0)):
             return reason
         traits = family.traits(config)
-        if traits.latent_norm:
-            return "its latent is normalised, and a smaller one comes behind that norm, where the class has no place for it"
+        if family.without_latent:
+            return family.without_latent
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if reason := self.refuses_blocks(config):

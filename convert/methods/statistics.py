@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import LatentProjections, Projections
+from attention.record import HeadProjections
 from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
@@ -125,7 +125,7 @@ class Statistics:
         second = gain.square().diag() + torch.outer(mean, mean)
         return cls(second, mean, 0, Attended.assumed(second, mean))
 
-    def behind(self, projections: Projections) -> Statistics:
+    def behind(self, projections: HeadProjections) -> Statistics:
         """Assumed statistics of what projections make of x, as if it were normal and each token had the mean square's norm."""
         of_queries, of_both = _expected(projections, self.with_constant)
         moment = self.with_constant
@@ -155,7 +155,7 @@ class Statistics:
         """The same of what queries read: `[E + 1, E + 1]`, or `[H, D + 1, D + 1]` of projections."""
         return self.with_constant if self.queries is None else self.queries
 
-    def shrunk(self, projections: Projections | None = None) -> Statistics:
+    def shrunk(self, projections: HeadProjections | None = None) -> Statistics:
         """The same statistics, whose correlations between channels are trusted less where tokens are few.
 
         Args:
@@ -167,30 +167,18 @@ class Statistics:
         return replace(self, second=second, attended=self.attended.shrunk(self.tokens, towards))
 
 
-def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Projections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[n, E + 1]`.
+def _expected(projections: HeadProjections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """HeadProjections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[n, E + 1]`.
 
     Args:
         projections: What normalises or clamps.
         moment: `[E + 1, E + 1]`, of (x, 1).
     """
     p = projections
-    if isinstance(p, LatentProjections):
-        return _expected_latent(p, moment)
     queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
     queries, keys = expected_rows(queries, p.q_norm, moment), expected_rows(keys, p.k_norm, moment)
     queries, keys, values = (_clamped(rows, p.clip, moment) for rows in (queries, keys, values))
     return queries, torch.cat((keys, values)).flatten(0, 1)
-
-
-def _expected_latent(p: LatentProjections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a source with latent attention."""
-    both = augmented(p.kv[None], None if p.kv_bias is None else p.kv_bias[None])
-    both = torch.cat((expected_rows(both[:, : p.rank], p.kv_norm, moment), both[:, p.rank :]), 1)[0]
-    if p.q_down is None:
-        return augmented(p.q, None), both
-    down = augmented(p.q_down[None], None if p.q_down_bias is None else p.q_down_bias[None])
-    return p.q.to(down) @ expected_rows(down, p.q_norm, moment), both
 
 
 def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
@@ -256,9 +244,8 @@ def _shrunk(covariance: torch.Tensor, tokens: int, towards: torch.Tensor | None)
     return (1 - share) * covariance + share * towards * torch.outer(deviation, deviation)
 
 
-def _expected_correlations(projections: Projections) -> torch.Tensor:
-    """`[n, n]` fp64, between the keys and values, or the latent and the RoPE key, of white inputs."""
-    weights = projections.kv if isinstance(projections, LatentProjections) else projections.k
-    white = torch.eye(projections.width + 1, dtype=torch.float64, device=weights.device)
+def _expected_correlations(projections: HeadProjections) -> torch.Tensor:
+    """`[n, n]` fp64, between the keys and values of white inputs."""
+    white = torch.eye(projections.width + 1, dtype=torch.float64, device=projections.k.device)
     rows = torch.nn.functional.normalize(_expected(projections, white)[1][:, :-1], dim=1)
     return rows @ rows.T

@@ -59,9 +59,9 @@ def plan_grouped(
     """
     require_device(device)
     family = convertible(source)
-    require_proved(family, source.config)
     before = family.spec(source.config)
     spec = before.grouped(groups)
+    require_proved(family, source.config)
     kind = "mqa" if groups == 1 else "gqa"
     stored_dtype(source, output)  # refuses what no engine serves
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]

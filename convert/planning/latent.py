@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from convert import methods
+from convert.families.deepseek import NormalisedLatent
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
@@ -59,6 +60,12 @@ def plan_latent(
 
     require_device(device)
     family = convertible(source)
+    if isinstance(family, NormalisedLatent):
+        raise Refusal(
+            f"{source.reference} has latent attention already ({family.spec(source.config).kind}), and kvfold makes a smaller "
+            "latent only of results of its own",
+            hint="convert a model that caches keys and values, or the original of a portable result",
+        )
     require_proved(family, source.config)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(

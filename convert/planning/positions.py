@@ -71,7 +71,7 @@ def _derived(read: Any) -> dict[str, Any]:
     parameters = copy.deepcopy(decoder_of(read).rope_parameters)
     for kind, one in _sets(parameters):
         if one.get("rope_type") in ("yarn", "longrope"):
-            _, factor = ROPE_INIT_FUNCTIONS[one["rope_type"]](_rotating(read), None, layer_type=kind)
+            _, factor = ROPE_INIT_FUNCTIONS[one["rope_type"]](decoder_of(read), None, layer_type=kind)
             one["attention_factor"] = factor
             one["factor"] = one.get("factor") or decoder_of(read).max_position_embeddings / one[_ORIGINAL]
     return {"rope_parameters": parameters}
@@ -87,11 +87,6 @@ def _originals(read: Any) -> list[int]:
     return [one[_ORIGINAL] for _, one in _sets(decoder_of(read).rope_parameters) if one.get(_ORIGINAL)]
 
 
-def _rotating(read: Any) -> Any:
-    """The config by which a class makes cosines and sines."""
-    return getattr(read, "stock_config", decoder_of(read))
-
-
 def _rope(read: Any, lengths: list[int]) -> list[Any]:
     """All that RoPE computes: frequencies, and the factor of cosines and sines, at each of these lengths."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -99,7 +94,7 @@ def _rope(read: Any, lengths: list[int]) -> list[Any]:
     found = []
     for kind, one in _sets(decoder_of(read).rope_parameters):
         if scaled := ROPE_INIT_FUNCTIONS.get(one.get("rope_type", "default")):  # the default knows no lengths
-            found += [scaled(_rotating(read), None, seq_len=length, layer_type=kind) for length in (None, *lengths)]
+            found += [scaled(decoder_of(read), None, seq_len=length, layer_type=kind) for length in (None, *lengths)]
     return found
 
 

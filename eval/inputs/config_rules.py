@@ -235,9 +235,7 @@ def check_config(config: Any, where: str) -> None:
     for path, parameters in _rope_sets(values.get("rope_parameters"), "rope_parameters"):
         _check_rope(parameters, where, path)
         if parameters.get("rope_type") == "longrope":
-            # kvfold's class keeps the stock class's rotary dims, of which its RoPE key may have fewer.
-            latent = _read(text, "kv_lora_rank") is not None
-            _check_factor_lists(parameters, getattr(config, "stock_config", text) if latent else text, where, path)
+            _check_factor_lists(parameters, text, where, path)
 
 
 def _text_config(config: Any, where: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from records import factored, factored_behind_latent, factored_behind_norms, inputs, loss, random, record, run
+from records import factored, factored_behind_norms, inputs, loss, random, record, run
 
 from attention.formats import FORMATS
 from attention.forward import (
@@ -70,9 +70,6 @@ RECORDS: dict[str, Record] = {
     "MLA": factored(),
     "MLA, normalised": dataclasses.replace(factored(), normalised=True, gain=torch.linspace(0.3, 2, 9)),
     "MLA behind a norm": factored_behind_norms(),
-    "MLA behind a latent": factored_behind_latent(),
-    "MLA behind a latent, whose queries have none": factored_behind_latent(None, biased=False),
-    "MLA behind a latent, expanded": factored_behind_latent().expanded(),
     "MLA without biases": factored(biased=False),
     "MLA, half": factored(pairing="half"),
     "MLA with a long list": dataclasses.replace(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import factored, factored_behind_latent, inputs, loss, record, run
+from records import factored, inputs, loss, record, run
 
 from attention.forward import attention_output
 from attention.record import FactoredAttention
@@ -82,22 +81,6 @@ def test_behind_norms_is_the_same_function(norm: str, groups: int, biased: bool)
     assert found.q_norm is found.k_norm is None
     assert loss(a, found) < 1e-6
     assert found.on_projected_inputs() is found
-
-
-@pytest.mark.parametrize(("queries", "biased"), [(7, True), (7, False), (None, True)])
-def test_behind_a_latents_norm_heads_are_linear(queries: int | None, biased: bool) -> None:
-    a, x = factored_behind_latent(queries, biased), inputs(20)
-    assert a.projections is not None
-    heads = a.expanded()
-    assert heads.projections is a.projections
-    assert heads.on_projected_inputs() is heads.on_projected_inputs(1.0) is heads, "there is nothing else to be behind"
-    assert loss(a, heads) < 1e-6
-    read, both = a.projections(x)
-    assert read.shape == (2, 4, 24, 10)
-    p: Any = a.projections
-    kv = x @ p.kv.T + (0 if p.kv_bias is None else p.kv_bias)
-    latent = torch.nn.functional.rms_norm(kv[..., :8], (8,), p.kv_norm.gain[0], 1e-6)
-    torch.testing.assert_close(both, torch.cat((latent, kv[..., 8:]), -1))
 
 
 def test_without_norms_there_is_nothing_to_be_behind() -> None:

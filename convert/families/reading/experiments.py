@@ -68,10 +68,12 @@ def _found(config: Any) -> Family:
         AttentionSpec.from_config(config)  # whose reason says more than that of a twin without it
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
-    family = _inside(config, twin) or _like_a_row(config, twin)
+    family = _inside(config, twin)
     if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
         return family
-    if family is None:
+    if spec.kv_lora_rank is not None:
+        raise Unread(f"it is a published model with latent attention ({spec.kind}), of which kvfold makes no smaller latent")
+    if (family := family or _like_a_row(config, twin)) is None:
         layers, module, names = projections(twin, calls, spec)
         family = Search(twin, spec, calls, layers, module, names).family(config)
         if wrong := disproof(family, twin):
@@ -146,7 +148,7 @@ def _factor_of_queries(family: Found, twin: Twin) -> float | None:
 
 
 def _like_a_row(config: Any, twin: Twin) -> Family | None:
-    """The family of another type that has its projections stacked, or a latent, and that the class computes the same as."""
+    """The family of another type that has its projections stacked, and that the class computes the same as."""
     shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
     for row in FAMILIES.values():
         if type(row) is SeparateProjections:

@@ -150,7 +150,6 @@ def test_an_interrupted_bench_writes_nothing(
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5')"),
         ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "is its head normalised?"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "makes keys of 8 heads, and its class repeats those of 4"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "its class is code of its own"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),

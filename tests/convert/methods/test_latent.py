@@ -9,7 +9,7 @@ import torch
 from factoring import PAIRINGS, energies, every_pair, factor, full_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from records import factored, factored_behind_latent, inputs, loss, measured, measured_behind, random, record, run
+from records import factored, inputs, loss, measured, measured_behind, random, record, run
 
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
@@ -68,18 +68,6 @@ def test_full_size_behind_projections_is_the_same_function(
     found = load_latent(method).factor(behind, size, known)
     assert found.projections is behind.projections
     assert loss(behind, found) < 1e-4
-
-
-@pytest.mark.parametrize("method", LATENT)
-@pytest.mark.parametrize("text", [False, True])
-def test_a_latent_behind_the_norm_of_a_latent_is_the_same_function(method: str, text: bool) -> None:
-    a = factored_behind_latent().expanded()
-    assert a.projections is not None
-    known = measured_behind(a.projections, inputs(20)) if text else Statistics.assumed(20).behind(a.projections)
-    found = load_latent(method).factor(a, Allocation(8, (0, 1), nope_dims=6, rotary_keys=1), known)
-    assert (found.down.shape, found.k_rope.shape) == ((8, 12), (4, 12))
-    assert found.projections is a.projections
-    assert loss(a, found) < 1e-4
 
 
 @pytest.mark.parametrize("method", LATENT)

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import inputs, measured, measured_behind, random, record
 
-from attention.qk_norm import QKNorm
-from attention.record import LatentProjections
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics, excerpt, shrinkage
 
@@ -118,22 +116,6 @@ def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) ->
         assert float((found - expected).norm() / expected.norm().clamp_min(5)) < 0.25
     assert (known.tokens, known.sample) == (0, None)
     torch.testing.assert_close(known.queries[:, -1, -1], torch.ones(2).double())
-
-
-@pytest.mark.parametrize("queries", [120, None])
-def test_without_text_a_latent_is_that_of_its_norms_gains(queries: int | None) -> None:
-    def norm(count: int) -> QKNorm:
-        return QKNorm("rms", "head", random(1, count, seed=count), None, 1e-6)
-
-    of_queries = (None, None) if queries is None else (random(queries, 150, seed=1), norm(queries))
-    q, kv = random(2, 6, queries or 150, seed=2) * 0.1, random(104, 150, seed=3)
-    projections = LatentProjections(q, kv, norm(100), None, *of_queries)
-    known, drawn = Statistics.assumed(150).behind(projections), measured_behind(projections, random(1, 4000, 150, seed=4))
-    assert known.queries is not None
-    assert drawn.queries is not None
-    assert known.second.shape == (104, 104)
-    for found, expected in ((known.second, drawn.second), (known.queries, drawn.queries)):
-        assert float((found - expected).norm() / expected.norm()) < 0.2
 
 
 @pytest.mark.parametrize("clip", [0.3, 1.0, 20.0])

@@ -113,7 +113,7 @@ def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None
         with pytest.raises(Refusal, match=r"MLA-16\+8 has a latent and no KV heads to merge") as caught:
             planned(source("deepseek_v3"), output, groups, command)
         assert caught.value.hint is not None
-        assert "use `convert mla` for a smaller latent" in caught.value.hint
+        assert "`convert mla` makes a smaller latent" in caught.value.hint
 
 
 # ---- by commands ---------------------------------------------------------------------------------------------------

@@ -260,17 +260,9 @@ def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False}])
-def test_latents_that_kvfold_did_not_write_are_made_smaller_behind_their_norm(
-    changes: dict[str, Any], source: Sources, output: Output
-) -> None:
-    plan = planned(source("deepseek_v3", **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
-    assert (plan.target.host.name, plan.reads_projections, plan.channels) == ("kvfold", True, 24)
-    assert "12 of 12 latent channels carry keys and values" in plan.notes
-    error = refused(source("deepseek_v3", **changes), output, kv_lora_rank=17, qk_rope_head_dim=8)
-    assert "rank 17 exceeds full size" in str(error)
-    more = refused(source("deepseek_v3", num_key_value_heads=4, **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
-    assert "cannot be read: its latent makes keys of 8 heads" in str(more)
-    assert more.hint == "`convert eval` measures it all the same"
+def test_latents_that_kvfold_did_not_write_are_refused(changes: dict[str, Any], source: Sources, output: Output) -> None:
+    error = refused(source("deepseek_v3", **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
+    assert "has latent attention already (MLA-16+8)" in str(error)
 
 
 # ---- for an engine --------------------------------------------------------------------------------------------------
