@@ -30,7 +30,7 @@ def arguments(result: Path, output: Path, given: Sequence[str], group: click.Gro
     Raises:
         Refusal: There is no such record, it names what the command does not take, or what only a user may allow.
     """
-    if str(output).startswith("-"):
+    if str(output).startswith("--"):
         raise Refusal(f"OUTPUT is missing before {output}", hint="give `convert run RESULT OUTPUT`, and options after these")
     file = result / "conversion.json" if result.is_dir() else result
     name, recorded = _recipe(file)

@@ -17,7 +17,7 @@ class Layer:
 
     Attributes:
         tensors: The tensors of its attention by name.
-        note: For conversion.json: its index, errors of a fit, and the tensors that differ from the source's of the same name.
+        note: For conversion.json: its index, errors on the text, and the tensors that differ from those of the source.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -51,7 +51,7 @@ def plan_latent(
         calibration: The user's calibration options.
         device: As on the command line.
         output: Where the result goes.
-        seed: For the order in which refinement takes blocks of text; no method of this kind draws numbers.
+        seed: For what the model writes, and the order in which refinement takes blocks of text.
 
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.

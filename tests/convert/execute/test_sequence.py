@@ -58,6 +58,8 @@ def test_each_step_brings_the_result_closer(
         lost[name] = nats_lost(tmp_path / name, source, letters)
     assert lost["blind"] > lost["refit"] > lost["refine"]
     assert lost["method"] > lost["refit"]
+    errors = {name: [note["output_error"] for note in layer_notes(tmp_path / name)] for name in ("method", "refit")}
+    assert 0 < sum(errors["refit"]) < sum(errors["method"])
 
 
 def test_each_step_brings_a_latent_of_a_latent_closer(
