@@ -16,16 +16,12 @@ from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, in_layers
-from convert.families.tables import EXPERTS, LLAMA
+from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
 
 _SIZE = 2.0**8  # of latents that are divided by their norm
-_WITH_EXPERTS = EXPERTS.replacing(
-    *(in_layers("model.layers", f"mlp.shared_experts.{part}_proj", f"mlp.shared.{part}") for part in ("gate", "up", "down")),
-)
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,15 @@ class NormalisedLatent(Family):
 
     Attributes:
         model_type: As in config.json.
-        names: The table of all other tensors of a checkpoint.
         pairing: Which two dims form a rotary pair: those of two halves, or "config" if `rope_interleave` says so.
-        adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
     """
 
     model_type: str
-    names: NameTable
-    pairing: Literal["half", "config"]
-    adds_output: bool = True
+    pairing: Literal["half", "config"] = "config"
 
     layout = "latent projections"
     has_heads = shares_heads = False
+    names = LLAMA  # of portable results, which have no experts
 
     @property
     def without_latent(self) -> str:
@@ -58,7 +51,6 @@ class NormalisedLatent(Family):
             qkv_bias=bool(getattr(config, "attention_bias", False)),
             o_bias=bool(getattr(config, "attention_bias", False)),
             layers_with_rotary=config.num_hidden_layers,
-            adds_output=self.adds_output,
         )
 
     def rotary(self, config: Any, layer: int) -> Rotary:
@@ -119,5 +111,5 @@ class NormalisedLatent(Family):
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
 
-V3 = NormalisedLatent("deepseek_v3", _WITH_EXPERTS, "config")
-MINICPM3 = NormalisedLatent("minicpm3", LLAMA, "half", adds_output=False)
+V3 = NormalisedLatent("deepseek_v3")
+MINICPM3 = NormalisedLatent("minicpm3", "half")
