@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from latents import SMALL
 from written import Convert, Make, edit, left_nothing, ok, refused
 
+from convert.command import removed
 from convert.command.cli import main
 from convert.methods import GROUPED, LATENT
 
@@ -142,6 +143,13 @@ def test_an_interrupted_bench_writes_nothing(
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", removed.OPTIONS)
+def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert: Convert) -> None:
+    result = convert("eval", "model", option)
+    assert result.exit_code == 2
+    assert f"{option} was removed: {removed.OPTIONS[option]}" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
