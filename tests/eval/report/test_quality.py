@@ -109,7 +109,7 @@ def table_of(markdown: str) -> list[list[str]]:
 
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without their plots, which take nearly all of the time, for tests that look at something else."""
+    """Pages without their plots, which take nearly all of the time, but for tests with `html` in their names."""
     if "html" not in request.function.__name__:
         monkeypatch.setattr("eval.report.quality.plot.to_svg", lambda models: "<svg></svg>")
 
