@@ -128,7 +128,7 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dty
     raise Refusal(
         f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes "
         "their size before that",
-        hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able[:-1])}",
+        hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able)}",
     )
 
 
