@@ -100,7 +100,7 @@ def scale(axes: Axes, which: int, values: list[float]) -> bool:
     axis, log = (axes.xaxis, axes.yaxis)[which], max(values) > 4 * min(values) > 0
     if log:
         (axes.set_xscale, axes.set_yscale)[which]("log")
-        axis.set_major_locator(LogLocator(2) if which == 0 else LogLocator(10, (1, 2, 5)))
+        axis.set_major_locator(LogLocator(2) if which == 0 else LogLocator(10, (1, 2, 3, 5, 7)))
     elif which == 0:
         axes.set_xlim(0, 1.1 * max(values))
     axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
