@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from attention.errors import Refusal
 from convert import methods
 from convert.execute.conversion import PlannedConversion, decided
-from convert.execute.forecast import expected_duration, works_of
 from convert.execute.run import execute, inputs_of
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
@@ -36,9 +35,8 @@ from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.sealed import seal, unsealed
 from eval.inputs.source import Source
 from eval.inputs.text import Text
-from eval.machine.device import compute_device, require_device
-from eval.machine.forecast import Decoder, Work, foretell
-from eval.quality.evaluation import evaluation_work, prepare, report_of
+from eval.machine.device import require_device
+from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
@@ -75,7 +73,7 @@ class PlannedSweep:
     """A sweep that a dry run has planned.
 
     Attributes:
-        conversions: Each result, and how long it will take here with its evaluation; the first one also with the source's.
+        conversions: Each result.
     """
 
     conversions: list[PlannedConversion]
@@ -90,7 +88,7 @@ class PlannedSweep:
         return [one.as_dict() for one in self.conversions]
 
     def __str__(self) -> str:
-        return plans_text(self.plans, sum(one.expected_seconds for one in self.conversions))
+        return plans_text(self.plans)
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,6 @@ def sweep(
     require_alone("a sweep")
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
-    work = sum(_works(plans, len(held_out.ids[: settings.max_tokens]), settings), Work())
-    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
     with explained("sweep", directory), exclusive(directory):
         ledger = _Ledger(directory, plans)
         if ledger.texts:
@@ -206,9 +202,9 @@ def _swept(
             made(decided(plan, read_provenance(plan.output.path)))
             continue
         noted = partial(ledger.note, plan)
-        made(execute(plan, None, progress, directory / _SURVEY, noted, foretold=True, heal=heal_result).plan)
+        made(execute(plan, None, progress, directory / _SURVEY, noted, heal=heal_result).plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-    found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
+    found = report_of([source, *results], evaluate_on, settings, progress=progress)
     ledger.require_unchanged()
     report.write(found, directory / REPORT)
     for kept in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as `execute` names them: anything else there is the user's
@@ -216,27 +212,6 @@ def _swept(
     with contextlib.suppress(OSError):
         (directory / _SURVEY).rmdir()
     return found
-
-
-def with_durations(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
-    """Each result of a sweep with the seconds that it takes with its evaluation; the first one also those of the source.
-
-    Args:
-        plans: From `plans_for`.
-        evaluated: Tokens of the held-out text.
-        settings: How it is evaluated.
-    """
-    works = _works(plans, evaluated, settings)
-    return [PlannedConversion(plan, expected_duration(plan, work)) for plan, work in zip(plans, works, strict=True)]
-
-
-def _works(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[Work]:
-    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
-    decoder = Decoder.of(source.config, source.trust_remote_code)
-    decoders = [decoder] * (1 + len(settings.cache_dtypes))
-    one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
-    first, *others = works_of(plans, tokens)
-    return [first + 2 * one, *(work + one for work in others)]
 
 
 class _Candidate(NamedTuple):

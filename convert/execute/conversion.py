@@ -40,20 +40,14 @@ class _OfPlan:
 
 @dataclass(frozen=True)
 class PlannedConversion(_OfPlan):
-    """A conversion that a dry run has planned.
-
-    Attributes:
-        expected_seconds: How long it will take here.
-    """
-
-    expected_seconds: float
+    """A conversion that a dry run has planned."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and how long it will take."""
-        return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
+        """The plan's facts."""
+        return self.plan.as_dict()
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.expected_seconds)
+        return plan_text(self.plan)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion, decided, splits_of
 from convert.execute.deciding import Decision, StatisticsOf, decide
-from convert.execute.forecast import foretell_conversion, reads_text
 from convert.execute.job import Job, device_of
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, manifest_of
@@ -65,7 +64,6 @@ def execute(
     progress: Progress = silent,
     statistics_in: Path | None = None,
     published: Callable[[], None] = lambda: None,
-    foretold: bool = False,
     *,
     heal: Heal,
 ) -> Conversion:
@@ -77,7 +75,6 @@ def execute(
         progress: Called with the progress of each stage.
         statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
         published: As of `convert.output.life.carry_out`.
-        foretold: Whether the caller has said how long it takes, as part of its own work.
         heal: Distils the result at the end.
 
     Raises:
@@ -95,7 +92,7 @@ def execute(
         # Of a decoder inside another model, files and classes name what is around it differently.
         inside = source.decoder is not source.config and not plan.family.needs_code
         renamed = partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed
-        return _Conversion(plan, Reader(source.files, renamed), texts, progress, statistics_in, foretold, heal)
+        return _Conversion(plan, Reader(source.files, renamed), texts, progress, statistics_in, heal)
 
     provenance = carry_out(plan.output, (plan.source,), begin, held_out, progress, published)
     return Conversion(decided(plan, provenance), provenance)
@@ -118,7 +115,6 @@ class _Conversion(Task):
     texts: GivenTexts | None
     progress: Progress
     statistics_in: Path | None
-    foretold: bool
     heal: Heal
 
     def is_finished(self) -> bool:
@@ -137,9 +133,6 @@ class _Conversion(Task):
 
     def source_files(self) -> dict[str, Any]:
         return fingerprint(self.plan.source.files)
-
-    def foretell(self, evaluated: int) -> float | None:
-        return None if self.foretold else foretell_conversion(self.plan, self.texts.count if self.texts else 0, evaluated)
 
     def make(self, work: WorkDirectory) -> Made:
         plan = self.plan
@@ -235,7 +228,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     try:
         require_space(job, manifest)
         named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
-        surveyed = _surveyed(job, job.text) if job.text and reads_text(job.plan) else None
+        surveyed = _surveyed(job, job.text) if job.text and job.plan.reads_text else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))

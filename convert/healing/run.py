@@ -11,13 +11,11 @@ from typing import Any
 
 from attention.errors import Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
-from attention.spec import AttentionSpec
-from convert.calibration.own_text import own_text, writing_work
+from convert.calibration.own_text import own_text
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.cache import TeacherCache
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
-from convert.healing.forecast import work_of
 from convert.healing.memory import disk, expected
 from convert.healing.models import train
 from convert.healing.plan import HealPlan
@@ -40,7 +38,6 @@ from eval.inputs.sealed import write_whole
 from eval.inputs.source import Source
 from eval.inputs.text import OWN_TEXT, Text, Tokens
 from eval.machine.device import compute_device, free_memory
-from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -60,19 +57,17 @@ class PlannedHealing:
     Attributes:
         plan: Every number decided.
         passes: How often the steps will go over the text.
-        expected_seconds: How long it will take here in one process.
     """
 
     plan: HealPlan
     passes: float
-    expected_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and how long it will take."""
-        return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
+        """The plan's facts."""
+        return facts(self.plan, self.passes)
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.passes, self.expected_seconds)
+        return plan_text(self.plan, self.passes)
 
 
 @dataclass(frozen=True)
@@ -208,13 +203,6 @@ class _Healing(Task):
         """The fingerprint of the teacher's weights."""
         return {f"teacher/{file}": values for file, values in fingerprint(self.plan.teacher.files).items()}
 
-    def foretell(self, evaluated: int) -> float | None:
-        """One process writes and evaluates, all share everything else that takes long."""
-        plan, texts = self.plan, self.texts
-        shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
-        work = whole + (1 / self.team.accelerator.num_processes - 1) * shared
-        return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
-
     def make(self, work: WorkDirectory) -> Made:
         plan, reader, team = self.plan, self.reader, self.team
         if any(work.training.iterdir()):
@@ -274,32 +262,6 @@ class _Healing(Task):
 
     def card(self, provenance: dict[str, Any]) -> str:
         return card(self.plan, provenance)
-
-
-def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
-    """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
-    work = _work(plan, texts, texts.rows_to_write, evaluated)
-    return expected_seconds(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
-
-
-def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: int) -> Work:
-    text = texts.known
-    work = work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
-    if not rows_to_write:
-        return work
-    teacher = plan.teacher
-    decoder, spec = Decoder.of(teacher.config, teacher.trust_remote_code), AttentionSpec.from_config(teacher.config)
-    return work + writing_work(decoder, spec, rows_to_write, plan.context, compute_device(plan.device))
-
-
-def _dtype(plan: HealPlan) -> str:
-    """The dtype that the forecast counts in.
-
-    On a CPU that is float32 for passes in bfloat16, too: it foretells 168 seconds for a healing of a 135M model that takes 162,
-    and bfloat16 98, because gradients and losses stay in float32.
-    """
-    on_gpu = compute_device(plan.device).type == "cuda"
-    return str(computes_in(plan)).removeprefix("torch.") if on_gpu else "float32"
 
 
 def _config(plan: HealPlan) -> dict[str, Any]:

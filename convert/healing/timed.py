@@ -1,62 +1,96 @@
-"""How many tokens a healing has time for, by the forecast."""
+"""How many tokens a healing has time for: a few of its steps are timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from attention.errors import Refusal
+from convert.healing.models import running, student_of, trainer_of
 from convert.healing.plan import HealPlan
-from convert.healing.run import expected_duration
+from convert.healing.student import trained
+from convert.healing.team import Team
 from convert.healing.texts import TrainingTexts
+from convert.healing.training import Schedule, Trainer
 from convert.launch import launched_count
 from convert.output.destination import Output, begun, read_provenance
+from eval.machine.clock import timed
+from eval.machine.device import compute_device, memory_for
+from eval.terminal.progress import Progress, stage
 
-_FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
-_GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time
+_ROUNDS, _STEPS = 3, 3  # each round times steps of the size that follows from the round before
+_RATES = 3  # that are tried at least, where any are
 _DIGITS = 3  # of the number of tokens
 
 
-def tokens_within(seconds: float, sized: Callable[[int], HealPlan], evaluated: int) -> int:
-    """The tokens of the longest healing that is expected to end in time.
+def tokens_within(seconds: float, sized: Callable[[int], HealPlan], progress: Progress) -> int:
+    """The tokens of a healing that trains for about so long here: its steps, and the measurements between them.
+
+    Loading, text that the teacher writes, and an evaluation come on top.
 
     Args:
         seconds: The time.
         sized: Maps a number of tokens to the plan.
-        evaluated: Tokens of the text to evaluate on; 0 without.
+        progress: Called with the number of steps that are timed.
 
     Raises:
         Refusal: The shortest healing takes longer, or several processes would decide.
-        Failure: A text cannot be read, or is too short.
+        Failure: A text cannot be read or is too short, or memory does not suffice.
     """
     if (count := launched_count()) > 1:
         raise Refusal(
-            f"{count} processes would each have a forecast of their own",
+            f"{count} processes would each time steps of their own",
             hint="give --tokens; --time TIME --dry-run in one process says how many",
         )
-    texts = TrainingTexts.read(sized(_FIRST))
+    shortest = plan = sized(1)  # of one step
+    texts = TrainingTexts.read(plan)
+    with _opened(plan, texts) as trainer, stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
+        for _ in range(_ROUNDS):
+            per_token, measurement = _paces(plan, trainer)
+            taken = _seconds(plan, texts, per_token, measurement)
+            if plan is shortest and taken > seconds:
+                raise Refusal(
+                    f"a healing of {plan.tokens} tokens takes {taken:.2g} seconds here, longer than --time allows",
+                    hint="give more time, or another --device",
+                )
+            plan = sized(max(shortest.tokens, _rounded(plan.tokens + (seconds - taken) / per_token)))
+            done(_STEPS)
+    return plan.tokens
 
-    def expected(tokens: int) -> float:
-        found = replace(texts, plan=sized(tokens))
-        return expected_duration(found.plan, found, evaluated)
 
-    least = sized(1).tokens  # of one step
-    below, above = (least, expected(least)), (_FIRST, expected(_FIRST))
-    if below[1] > seconds:
-        raise Refusal(
-            f"a healing of {least} tokens takes {below[1]:.0f} seconds here, longer than --time allows",
-            hint="give more time, or another --device",
-        )
-    while above[1] <= seconds and above[0] < _MOST:
-        below, above = above, (above[0] * _FACTOR, expected(above[0] * _FACTOR))
-    for _ in range(_GUESSES):
-        share = (seconds - below[1]) / (above[1] - below[1])  # as if it were a straight line
-        tokens = _rounded(below[0] + share * (above[0] - below[0]))
-        if below[1] >= _CLOSE * seconds or not below[0] < tokens < above[0]:
-            break
-        taken = expected(tokens)
-        below, above = ((tokens, taken), above) if taken <= seconds else (below, (tokens, taken))
-    return below[0]
+@contextmanager
+def _opened(plan: HealPlan, texts: TrainingTexts) -> Iterator[Trainer]:
+    """A trainer with both models in memory, even if the plan keeps what the teacher says on disk."""
+    team = Team.of(plan)
+    room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
+    with room, running(plan, team.device) as teacher, student_of(plan, team.device) as student:
+        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
+        yield trainer_of(plan, texts.known, student, teacher, names, team)
+        team.accelerator.free_memory()
+
+
+def _paces(plan: HealPlan, trainer: Trainer) -> tuple[float, float]:
+    """The seconds of a token in a step of one forward pass, and of one measurement on the held-out blocks of the trainer."""
+    device, schedule = compute_device(plan.device), Schedule(1, plan.micro_batch, plan.micro_batch, 0.0, plan.seed)
+    _, *steps = timed(device, partial(trainer.step, 0, schedule), _nothing, 1 + _STEPS)  # the first one is slower
+    (measurement,) = timed(device, trainer.measure, _nothing, 1)
+    return statistics.median(steps) / (plan.micro_batch * plan.context), measurement
+
+
+def _nothing() -> None:
+    """Nothing precedes a step."""
+
+
+def _seconds(plan: HealPlan, texts: TrainingTexts, per_token: float, measurement: float) -> float:
+    """How long a plan trains."""
+    rates = _RATES if plan.trial_steps else 0
+    steps = plan.steps + rates * plan.trial_steps
+    points = 2 + -(-plan.steps // plan.every) + rates
+    blocks, timed_blocks = (len(one.known.held_out) for one in (replace(texts, plan=plan), texts))
+    return steps * plan.batch * plan.context * per_token + points * measurement * blocks / timed_blocks
 
 
 def _rounded(tokens: float) -> int:
@@ -66,7 +100,7 @@ def _rounded(tokens: float) -> int:
 
 
 def tokens_of_begun(output: Output) -> int | None:
-    """Those of the healing that `--resume` goes on with, whatever this machine's forecast says now; None if there is none."""
+    """Those of the healing that `--resume` goes on with, however fast its steps are now; None if there is none."""
     recipe = {} if output.overwrite else read_provenance(output.path).get("recipe")
     finished = recipe.get("heal") if isinstance(recipe, dict) else None
     found = begun(output.path) or finished

@@ -80,10 +80,6 @@ class Task(Protocol):
         """The fingerprints of the files that it reads."""
 
     @abstractmethod
-    def foretell(self, evaluated: int) -> float | None:
-        """Say how long it takes, with an evaluation on so many tokens (0: none). Returns the seconds, if it is long."""
-
-    @abstractmethod
     def make(self, work: WorkDirectory) -> Made:
         """Write the checkpoint into the work directory, all but its provenance and its card."""
 
@@ -152,13 +148,12 @@ def carry_out(
                     )
                 task.idle()
             else:
-                expected = task.foretell(len(evaluated.ids) if evaluated else 0)
                 provenance, seen = task.make(work)
                 if held_out:
                     write_provenance(work.path, provenance)  # the report reads method, text and healing from it
                     provenance |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
                 write_card(work.path, task.card(provenance))
-                provenance |= {"run": clock.run(path, task.source_files(), expected)}
+                provenance |= {"run": clock.run(path, task.source_files())}
                 write_provenance(work.path, provenance)
                 try:
                     require_unchanged()
@@ -222,7 +217,7 @@ def _evaluated(
     settings = replace(held_out.settings, cache_dtypes=_formats(read_provenance(work.path), (*models, result)))
     labelled = [replace(one, label=label) for one, label in zip((*models, result), task.labels, strict=True)]
     try:
-        report = report_of(labelled, held_out.text, settings, seen, progress, foretold=True)
+        report = report_of(labelled, held_out.text, settings, seen, progress)
     except (Refusal, Failure) as error:
         raise Failure(
             f"the {task.noun} is done, its evaluation failed: {error}",

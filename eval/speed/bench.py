@@ -21,14 +21,12 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import GIGABYTE
 from eval.machine.clock import hardware, spread, timed
 from eval.machine.device import compute_device, free_memory, memory_for, require_device
-from eval.machine.forecast import Decoder, Work, foretell
 from eval.speed.largest import Largest, search
 from eval.speed.model_run import ModelRun, describe, loaded, model_runs
 from eval.speed.workload import Workload, weight_bytes
 from eval.terminal.progress import Progress, silent, stage
 
 _WARM_UP = 3  # steps; the second one records CUDA graphs
-_CACHE_READ = 4  # times that a decode step goes through the cache: to widen it, too, and to copy it
 _NO_PEAK = "not measured on a CPU"
 _NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent and the process killed"
 
@@ -96,7 +94,6 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     _require_memory(runs, cases, device)
     together = len(runs) > 1 and not settings.compile and _fit_together(runs, cases, device)
     groups = [runs] if together else [[run] for run in runs]
-    _foretell(runs, cases, settings, device)
     total = len(runs) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
     with stage(progress, "bench", total, "round") as done:
@@ -113,29 +110,6 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     order = None if len(runs) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
-
-
-def work_of(run: ModelRun, decoder: Decoder, cases: Sequence[Case], settings: BenchSettings) -> Work:
-    """The work of measuring a model in one runtime: without compilation, and without the search for the largest batch."""
-    total, rounds = decoder.load(), settings.rounds
-    for case in cases:
-        prefill = decoder.forward(case.batch * case.context, case.context, case.batch, 1)
-        step = decoder.forward(case.batch, case.context, passes=1)
-        step += Work(bytes=run.weight_bytes + _CACHE_READ * run.cache_bytes(*case))
-        total += (rounds + 1) * prefill + (1 + _WARM_UP + rounds * (1 + settings.steps)) * step
-    return total
-
-
-def _foretell(runs: Sequence[ModelRun], cases: Sequence[Case], settings: BenchSettings, device: torch.device) -> None:
-    """Say how long it takes."""
-    work, width = Work(), 0
-    for run in runs:
-        decoder = Decoder.of(run.source.config, run.source.trust_remote_code)
-        work, width = work + work_of(run, decoder, cases, settings), decoder.width
-    searched = settings.largest_batch and device.type != "cpu"
-    named = [("compilation", settings.compile), ("the search for the largest batch", searched)]
-    without = " and ".join(name for name, there in named if there)
-    foretell(work, device, width, runs[0].dtype, without)
 
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:

@@ -49,10 +49,6 @@ class Noting(Task):
     def source_files(self) -> dict[str, Any]:
         return {"weights": [1, 2]}
 
-    def foretell(self, evaluated: int) -> float | None:
-        self.asked.append(f"foretell {evaluated}")
-        return 12.34
-
     def make(self, work: WorkDirectory) -> Made:
         self.asked.append("make")
         (work.path / "weights").write_text("1")
@@ -84,12 +80,12 @@ def live(
 def test_a_task_is_asked_in_order_and_its_output_appears_whole(tmp_path: Path) -> None:
     task, out, there = Noting(), tmp_path / "out", list[bool]()
     provenance = live(task, out, published=lambda: there.append(out.is_dir() and partial_path(out).is_dir()))
-    assert task.asked == ["check", "foretell 0", "make"]
+    assert task.asked == ["check", "make"]
     assert there == [True], "told while --resume still recognises the work"
     assert {path.name for path in out.iterdir()} == {"weights", "conversion.json", "README.md"}
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert provenance == json.loads((out / "conversion.json").read_text())
-    assert (provenance["run"]["source_files"], provenance["run"]["expected_seconds"]) == ({"weights": [1, 2]}, 12.3)
+    assert provenance["run"]["source_files"] == {"weights": [1, 2]}
     assert (out / "README.md").read_text() == "card of ['recipe']"
 
 
