@@ -6,15 +6,17 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from typing import Any
+
+import torch
 
 from attention.errors import Refusal
-from convert.healing.models import running, student_of, trainer_of
+from convert.healing.models import distillation_of, running, student_of
 from convert.healing.plan import HealPlan
 from convert.healing.student import trained
-from convert.healing.team import Team
+from convert.healing.team import computes_in
 from convert.healing.texts import TrainingTexts
-from convert.healing.training import Schedule, Trainer
+from convert.healing.training import Distillation
 from convert.launch import launched_count
 from convert.output.destination import Output, begun, read_provenance
 from eval.machine.clock import timed
@@ -47,50 +49,59 @@ def tokens_within(seconds: float, sized: Callable[[int], HealPlan], progress: Pr
         )
     shortest = plan = sized(1)  # of one step
     texts = TrainingTexts.read(plan)
-    with _opened(plan, texts) as trainer, stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
+    with _opened(plan) as module, stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
         for _ in range(_ROUNDS):
-            per_token, measurement = _paces(plan, trainer)
-            taken = _seconds(plan, texts, per_token, measurement)
+            training, measuring = _paces(plan, module)
+            taken = _seconds(plan, texts, training, measuring)
             if plan is shortest and taken > seconds:
                 raise Refusal(
                     f"a healing of {plan.tokens} tokens takes {taken:.2g} seconds here, longer than --time allows",
                     hint="give more time, or another --device",
                 )
-            plan = sized(max(shortest.tokens, _rounded(plan.tokens + (seconds - taken) / per_token)))
+            plan = sized(max(shortest.tokens, _rounded(plan.tokens + (seconds - taken) / training)))
             done(_STEPS)
     return plan.tokens
 
 
 @contextmanager
-def _opened(plan: HealPlan, texts: TrainingTexts) -> Iterator[Trainer]:
-    """A trainer with both models in memory, even if the plan keeps what the teacher says on disk."""
-    team = Team.of(plan)
+def _opened(plan: HealPlan) -> Iterator[Distillation]:
+    """Both models in memory, even if the plan keeps what the teacher says on disk."""
+    device = str(compute_device(plan.device))
     room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
-    with room, running(plan, team.device) as teacher, student_of(plan, team.device) as student:
+    with room, running(plan, device) as teacher, student_of(plan, device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        yield trainer_of(plan, texts.known, student, teacher, names, team)
-        team.accelerator.free_memory()
+        yield distillation_of(plan, student, teacher, names)[0]
 
 
-def _paces(plan: HealPlan, trainer: Trainer) -> tuple[float, float]:
-    """The seconds of a token in a step of one forward pass, and of one measurement on the held-out blocks of the trainer."""
-    device, schedule = compute_device(plan.device), Schedule(1, plan.micro_batch, plan.micro_batch, 0.0, plan.seed)
-    _, *steps = timed(device, partial(trainer.step, 0, schedule), _nothing, 1 + _STEPS)  # the first one is slower
-    (measurement,) = timed(device, trainer.measure, _nothing, 1)
-    return statistics.median(steps) / (plan.micro_batch * plan.context), measurement
+def _paces(plan: HealPlan, module: Distillation) -> tuple[float, float]:
+    """The seconds of a token in a step, but for the optimiser's part, and in a measurement."""
+    device = compute_device(plan.device)
+    ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
+    indices = torch.arange(plan.micro_batch)
+
+    def forward(measured: int | None = None) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=computes_in(plan) is torch.bfloat16):
+            return module(ids, indices, measured)
+
+    def step() -> None:
+        forward().backward()
+
+    def measure() -> None:
+        with torch.no_grad():
+            forward(plan.micro_batch)
+
+    _, *steps = timed(device, step, module.zero_grad, 1 + _STEPS)  # the first one is slower
+    _, *measurements = timed(device, measure, module.zero_grad, 1 + _STEPS)
+    return statistics.median(steps) / ids.numel(), statistics.median(measurements) / ids.numel()
 
 
-def _nothing() -> None:
-    """Nothing precedes a step."""
-
-
-def _seconds(plan: HealPlan, texts: TrainingTexts, per_token: float, measurement: float) -> float:
-    """How long a plan trains."""
+def _seconds(plan: HealPlan, texts: TrainingTexts, training: float, measuring: float) -> float:
+    """How long a plan trains, at these seconds per token."""
     rates = _RATES if plan.trial_steps else 0
     steps = plan.steps + rates * plan.trial_steps
     points = 2 + -(-plan.steps // plan.every) + rates
-    blocks, timed_blocks = (len(one.known.held_out) for one in (replace(texts, plan=plan), texts))
-    return steps * plan.batch * plan.context * per_token + points * measurement * blocks / timed_blocks
+    held_out = len(replace(texts, plan=plan).known.held_out)
+    return plan.context * (steps * plan.batch * training + points * held_out * measuring)
 
 
 def _rounded(tokens: float) -> int:

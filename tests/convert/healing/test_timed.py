@@ -14,20 +14,19 @@ from convert.healing import timed
 from convert.healing.texts import TrainingTexts
 
 SIZES: dict[str, Any] = {"context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3}
-PACES = 0.01, 0.5  # seconds of a token, and of a measurement
+PACES = 0.01, 0.002  # seconds of a token in a step and in a measurement
 
 
 def test_a_time_is_as_many_tokens_as_it_takes(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine has known paces, and what was begun keeps its tokens on one with others."""
-    monkeypatch.setattr(timed, "_paces", lambda plan, trainer: PACES)
+    monkeypatch.setattr(timed, "_paces", lambda plan, module: PACES)
     given = SIZES | {"text": text}
     for time, seconds in (("1min", 60), (30, 30), ("0.5h", 1800)):
         plan = heal(converted, tmp_path / "out", time=time, dry_run=True, **given).plan
-        shortest = TrainingTexts.read(replace(plan, steps=1))
-        assert timed._seconds(plan, shortest, *PACES) == pytest.approx(seconds, rel=0.1)
-    with pytest.raises(Refusal, match=r"a healing of 128 tokens takes 2\.8 seconds here, longer than --time allows"):
+        assert timed._seconds(plan, TrainingTexts.read(plan), *PACES) == pytest.approx(seconds, rel=0.1)
+    with pytest.raises(Refusal, match=r"a healing of 128 tokens takes 5\.7 seconds here, longer than --time allows"):
         heal(converted, tmp_path / "out", time=2, **given)
     with pytest.raises(Refusal, match="contradict each other"):
         heal(converted, tmp_path / "out", time="1h", tokens=100, **given)
@@ -35,7 +34,7 @@ def test_a_time_is_as_many_tokens_as_it_takes(
         heal(converted, tmp_path / "out", time="1x", **given)
     done = heal(converted, tmp_path / "out", time=30, **given)
     assert done.plan.tokens == done.provenance["recipe"]["heal"]["tokens"]
-    monkeypatch.setattr(timed, "_paces", lambda plan, trainer: (0.001, 0.1))
+    monkeypatch.setattr(timed, "_paces", lambda plan, module: (0.001, 0.001))
     assert heal(converted, tmp_path / "out", time=30, resume=True, **given).plan.tokens == done.plan.tokens
     again = replace(done.plan.output, resume=True, overwrite=True)
     assert timed.tokens_of_begun(again) is None, "a finished one is replaced"
