@@ -23,10 +23,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 import transformers
 from real_llm import make_smollm

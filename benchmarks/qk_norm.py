@@ -18,10 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import families
 import procrustes
 import torch

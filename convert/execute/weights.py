@@ -16,7 +16,7 @@ from convert.methods.latent import LatentMethod
 from convert.methods.statistics import EXCERPT
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.machine.memory import release
+from eval.machine.device import trim_memory
 from eval.terminal.progress import stage
 
 MakeLayer = Callable[[int], Layer]
@@ -95,5 +95,5 @@ def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str,
             assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
         tensors |= converted.tensors
         notes.append(dict(converted.note))
-        release()
+        trim_memory()
     return tensors, notes
