@@ -331,9 +331,8 @@ def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tu
 
 def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
     """The conversion that is planned, carried out unless only the plan is asked for."""
+    from convert.converting import convert
     from convert.execute.conversion import PlannedConversion
-    from convert.execute.run import execute
-    from convert.healing.closing import heal_result
     from convert.planning.base import require_change
 
     if not given["force"]:
@@ -343,7 +342,7 @@ def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedC
         return PlannedConversion(planned)
     evaluate = given["evaluate"]
     held_out = None if evaluate is None else text_of(evaluate)
-    return execute(planned, held_out, given["progress"], heal=heal_result)
+    return convert(planned, held_out, given["progress"])
 
 
 def _budget(given: Any) -> tuple[float | None, int | None]:

@@ -32,9 +32,7 @@ def require_space(job: Job, manifest: Manifest) -> None:
     shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.text and needed:
-        there = {
-            file: file.stat().st_size for directory in {job.statistics_in, job.work.survey} for file in directory.iterdir()
-        }
+        there = {file: file.stat().st_size for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir()}
         needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
     job.work.require_space(needed)
 
