@@ -60,7 +60,7 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         if work.provenance:
             return Conversion(decided(plan, work.provenance), work.provenance)
         own_texts = directory_of(plan, work, shared)
-        text = texts and texts.with_own(written(plan, own_texts, progress))
+        text = texts.with_own(written(plan, own_texts, progress)) if texts else None
         if text:
             for remark in text.remarks(plan.channels):
                 _log.warning(remark)
