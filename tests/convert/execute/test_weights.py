@@ -112,11 +112,11 @@ def test_a_full_disk_leaves_the_work_for_resume(
     source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
     written = []
 
-    def fills_up(path: Path, *rest: Any) -> None:
+    def fills_up(path: Path, *rest: Any) -> str:
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, *rest)
         written.append(path)
+        return write(path, *rest)
 
     write = execute.write_shard
     with monkeypatch.context() as patch:
