@@ -22,10 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 
 from convert import gqa, mla

@@ -26,10 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
@@ -42,7 +38,7 @@ from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Attended, Statistics
-from eval.machine.memory import release
+from eval.machine.device import trim_memory
 
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
@@ -117,7 +113,7 @@ def refit_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Co
 
 def _cost(work: Callable[[], object], device: str, rounds: int) -> Cost:
     times = []
-    release()
+    trim_memory()
     with Watch() as memory:
         for _ in range(rounds + 1):
             start, used = time.monotonic(), time.process_time()

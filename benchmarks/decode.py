@@ -17,10 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 from side_by_side import full, in_turns, load_at_the_end, machine, milliseconds
 from torch import nn

@@ -16,10 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 from side_by_side import in_turns, load_at_the_end, machine, milliseconds
 from transformers import DynamicCache

@@ -14,10 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 from side_by_side import full, in_turns, machine, milliseconds
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache

@@ -23,10 +23,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 import transformers
 from real_llm import make_smollm
@@ -98,8 +94,7 @@ def measured(row: Row, work: Path) -> str:
         raise SystemExit(f"{row.name} failed:\n{done.stderr[-2000:]}")
     # Busy processes are killed after the command, and their time is on the same account.
     own = "–" if row.beside else f"{after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.0f} s"
-    foretold = next((line.split("takes about ")[1] for line in done.stderr.splitlines() if "takes about " in line), "–")
-    return f"| {row.name} | {seconds:.0f} s | {own} | {foretold.split(' on ')[0]} | {row.goal} |"
+    return f"| {row.name} | {seconds:.0f} s | {own} | {row.goal} |"
 
 
 @contextlib.contextmanager
@@ -132,7 +127,7 @@ def write(lines: list[str]) -> None:
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
     head = f"At {commit}, on {time.strftime('%Y-%m-%d')}: {machine}, transformers {transformers.__version__}.\n\n"
-    table = ["| what | wall time | CPU time | foretold | goal |", "| --- | --: | --: | --: | --- |", *lines]
+    table = ["| what | wall time | CPU time | goal |", "| --- | --: | --: | --- |", *lines]
     path = ROOT / "BENCHMARKS.md"
     before, rest = path.read_text(encoding="utf-8").split(FIRST)
     after = rest.split(LAST, 1)[1]

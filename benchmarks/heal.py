@@ -19,10 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 from random_llama import run
 

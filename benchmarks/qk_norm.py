@@ -18,19 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import families
 import procrustes
 import torch
 import transformers
 
 from convert import gqa, mla, mqa
-from convert.execute.run import execute
+from convert.converting import convert
 from convert.families import FAMILIES
-from convert.healing.closing import heal_result
 from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
@@ -72,7 +67,7 @@ def converted(source: Path, work: Path, calibration: str) -> Iterator[Path | Non
         target = Output(out.with_name(f"{out.name}-procrustes"), overwrite=True)
         found = Source.parse(str(source))
         plan = plan_grouped("gqa", found, groups, procrustes.METHOD, 0, "cpu", target, options)
-        execute(replace(plan, accepts_any_loss=True), heal=heal_result)
+        convert(replace(plan, accepts_any_loss=True))
         yield target.path
         for kind in ("stock", "kvfold"):
             path = out.with_name(f"{out.name}-{kind}")

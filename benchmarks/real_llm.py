@@ -36,10 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.machine.threads import wait_wisely
-
-wait_wisely()
-
 import torch
 import transformers
 from transformers import AutoModelForCausalLM

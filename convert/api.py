@@ -7,7 +7,6 @@ and warn through the logger "kvfold".
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from convert.planning.texts import DEFAULT, texts_of
 from eval.api import contexts_of, names_of
 from eval.arguments import checked
 from eval.inputs.source import Source
-from eval.inputs.text import about_tokens, text_of
+from eval.inputs.text import text_of
 
 if TYPE_CHECKING:
     from convert.execute.conversion import Conversion, PlannedConversion
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
     from convert.sweeping import PlannedSweep, Sweep
+    from eval.terminal.progress import Progress
 
 _HALF = 0.5  # of the source's cache: a latent of which no size is given
 
@@ -149,13 +149,11 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
     named = None if teacher is None else str(teacher)
     planned = plan_heal(source, named, _heal_options(given), where, given["device"], given["seed"])
-    evaluate = given["evaluate"]
     if given["time"] is not None:
-        planned = _within(float(given["time"]), planned, about_tokens(evaluate))
+        planned = _within(float(given["time"]), planned, given["progress"])
     if given["dry_run"]:
-        texts = TrainingTexts.read(planned)
-        expected = run.expected_duration(planned, texts, about_tokens(evaluate))
-        return run.PlannedHealing(planned, texts.known.passes(planned.steps, planned.batch), expected)
+        return run.PlannedHealing(planned, TrainingTexts.read(planned).known.passes(planned.steps, planned.batch))
+    evaluate = given["evaluate"]
     held_out = None if evaluate is None else text_of(evaluate)
     return run.execute(planned, held_out, given["progress"])
 
@@ -167,8 +165,8 @@ def _heal_options(given: Mapping[str, Any]) -> HealOptions:
     return HealOptions(texts_of(given["text"], given["dataset"]) or DEFAULT, **same)
 
 
-def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
-    """The plan with the tokens that it has time for; with those that it was begun with, if it is resumed."""
+def _within(seconds: float, plan: HealPlan, progress: Progress) -> HealPlan:
+    """The plan with the tokens that its steps have time for; with those that it was begun with, if it is resumed."""
     from convert.healing.plan import sized
     from convert.healing.timed import tokens_of_begun, tokens_within
 
@@ -177,7 +175,7 @@ def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
         return sized(plan.converted, plan.teacher, options, plan.output, plan.device, plan.seed)
 
     begun = tokens_of_begun(plan.output) if plan.output.resume else None
-    return of(begun or tokens_within(seconds, of, evaluated))
+    return of(begun or tokens_within(seconds, of, progress))
 
 
 @overload
@@ -198,6 +196,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         Failure: Weights, text or machine.
     """
     from convert import sweeping
+    from convert.execute.conversion import PlannedConversion
     from eval.quality.settings import EvaluationSettings
 
     source, calibration, where = _read(model, output, given)
@@ -211,8 +210,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     for form, planned in itertools.product(formats, plans):
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
-        evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
-        return sweeping.PlannedSweep(sweeping.with_durations(plans, evaluated, settings))
+        return sweeping.PlannedSweep([PlannedConversion(plan) for plan in plans])
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:
@@ -333,22 +331,18 @@ def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tu
 
 def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
     """The conversion that is planned, carried out unless only the plan is asked for."""
+    from convert.converting import convert
     from convert.execute.conversion import PlannedConversion
-    from convert.execute.forecast import expected_duration, works_of
-    from convert.execute.run import execute
-    from convert.healing.closing import heal_result
     from convert.planning.base import require_change
 
     if not given["force"]:
         require_change(planned)
     planned = replace(planned, accepts_any_loss=given["force"] or given["method"] is not None)
-    evaluate = given["evaluate"]
     if given["dry_run"]:
-        tokens = planned.calibration.about_tokens if planned.calibration else 0
-        (work,) = works_of([planned], tokens, about_tokens(evaluate))
-        return PlannedConversion(planned, expected_duration(planned, work))
+        return PlannedConversion(planned)
+    evaluate = given["evaluate"]
     held_out = None if evaluate is None else text_of(evaluate)
-    return execute(planned, held_out, given["progress"], heal=heal_result)
+    return convert(planned, held_out, given["progress"])
 
 
 def _budget(given: Any) -> tuple[float | None, int | None]:

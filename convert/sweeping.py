@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.errors import Refusal
 from convert import methods
-from convert.execute.conversion import PlannedConversion, decided
-from convert.execute.forecast import expected_duration, works_of
-from convert.execute.run import execute, inputs_of
-from convert.healing.closing import heal_result
+from convert.converting import convert
+from convert.execute.conversion import PlannedConversion
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import Method, TextUse
-from convert.output.destination import Output, check_output, partial_path, read_provenance
-from convert.output.life import explained, watched
+from convert.output.destination import Output, check_output
 from convert.output.lock import exclusive
+from convert.output.writing import explained, watched
 from convert.planning.base import Plan, convertible
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.describe import plans_text
@@ -33,19 +29,17 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentRequest
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.sealed import seal, unsealed
 from eval.inputs.source import Source
 from eval.inputs.text import Text
-from eval.machine.device import compute_device, require_device
-from eval.machine.forecast import Decoder, Work, foretell
-from eval.quality.evaluation import evaluation_work, prepare, report_of
+from eval.machine.device import require_device
+from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
-_LEDGER, REPORT, _SURVEY = "sweep.json", "report", "survey"  # in DIR
+REPORT, _SURVEY = "report", "survey"  # in DIR
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class PlannedSweep:
     """A sweep that a dry run has planned.
 
     Attributes:
-        conversions: Each result, and how long it will take here with its evaluation; the first one also with the source's.
+        conversions: Each result.
     """
 
     conversions: list[PlannedConversion]
@@ -90,7 +84,7 @@ class PlannedSweep:
         return [one.as_dict() for one in self.conversions]
 
     def __str__(self) -> str:
-        return plans_text(self.plans, sum(one.expected_seconds for one in self.conversions))
+        return plans_text(self.plans)
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
     plans: list[Plan] = []
     named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
     for name, _, plan in candidates:
-        output = _output(wanted.output, name)
+        output = replace(wanted.output, path=wanted.output.path / name)
         check_output(output.path, source.directory, output.overwrite, output.resume)
         try:
             plans.append(replace(plan(output), accepts_any_loss=True))  # baselines lose much, and that is what is measured
@@ -165,7 +159,7 @@ def sweep(
     """Carry out every plan, evaluate the results beside their source, and write the report.
 
     Args:
-        plans: From `plans_for`. Results that an earlier sweep finished with the same plan stay.
+        plans: From `plans_for`. With `--resume`, results that are finished stay.
         evaluate_on: Held-out text.
         settings: How to evaluate.
         progress: Called with the progress of each stage.
@@ -180,63 +174,24 @@ def sweep(
     require_alone("a sweep")
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
-    work = sum(_works(plans, len(held_out.ids[: settings.max_tokens]), settings), Work())
-    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
-    with explained("sweep", directory), exclusive(directory):
-        ledger = _Ledger(directory, plans)
-        if ledger.texts:
-            warn_of_overlap(held_out, ledger.texts.whole, "calibration")
-        return _swept(directory, ledger, plans, evaluate_on, settings, progress, made)
-
-
-def _swept(
-    directory: Path,
-    ledger: _Ledger,
-    plans: Sequence[Plan],
-    evaluate_on: Text,
-    settings: EvaluationSettings,
-    progress: Progress,
-    made: Callable[[Plan], object],
-) -> dict[str, Any]:
-    source = plans[0].source
-    directory.mkdir(parents=True, exist_ok=True)
-    for plan in plans:
-        ledger.require_unchanged()
-        if ledger.has(plan):
-            made(decided(plan, read_provenance(plan.output.path)))
-            continue
-        noted = partial(ledger.note, plan)
-        made(execute(plan, None, progress, directory / _SURVEY, noted, foretold=True, heal=heal_result).plan)
-    results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-    found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
-    ledger.require_unchanged()
-    report.write(found, directory / REPORT)
-    for kept in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as `execute` names them: anything else there is the user's
-        shutil.rmtree(kept, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (directory / _SURVEY).rmdir()
-    return found
-
-
-def with_durations(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
-    """Each result of a sweep with the seconds that it takes with its evaluation; the first one also those of the source.
-
-    Args:
-        plans: From `plans_for`.
-        evaluated: Tokens of the held-out text.
-        settings: How it is evaluated.
-    """
-    works = _works(plans, evaluated, settings)
-    return [PlannedConversion(plan, expected_duration(plan, work)) for plan, work in zip(plans, works, strict=True)]
-
-
-def _works(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[Work]:
-    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
-    decoder = Decoder.of(source.config, source.trust_remote_code)
-    decoders = [decoder] * (1 + len(settings.cache_dtypes))
-    one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
-    first, *others = works_of(plans, tokens)
-    return [first + 2 * one, *(work + one for work in others)]
+    calibration = next((plan.calibration for plan in plans if plan.calibration), None)
+    if calibration:
+        warn_of_overlap(held_out, GivenTexts.read(source, calibration).whole, "calibration")
+    with exclusive(directory), explained("sweep", directory):
+        require_unchanged = watched([source])
+        directory.mkdir(parents=True, exist_ok=True)
+        for plan in plans:
+            require_unchanged()
+            made(convert(plan, None, progress, directory / _SURVEY).plan)
+        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+        found = report_of([source, *results], evaluate_on, settings, progress=progress)
+        require_unchanged()
+        report.write(found, directory / REPORT)
+        for kept in (directory / _SURVEY).glob("[0-9a-f]" * 16):  # as conversions name them: anything else is the user's
+            shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (directory / _SURVEY).rmdir()
+        return found
 
 
 class _Candidate(NamedTuple):
@@ -316,57 +271,3 @@ def _size_name(size: LatentRequest) -> str:
     if size.kv_lora_rank is not None:
         return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
     return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"
-
-
-def _output(output: Output, name: str) -> Output:
-    """The output of one result; a resumed sweep may replace results of a sweep."""
-    path = output.path / name
-    return replace(output, path=path, overwrite=output.overwrite or (output.resume and name in _noted(output.path)))
-
-
-def _noted(directory: Path) -> dict[str, Any]:
-    """The inputs of the finished results of a sweep in DIR, by name."""
-    return unsealed(directory / _LEDGER) or {}
-
-
-class _Ledger:
-    """A file in DIR with the inputs of a sweep's finished results, so that a resumed sweep makes none of them again.
-
-    Args:
-        directory: DIR, which need not exist yet.
-        plans: The plans of the sweep.
-
-    Attributes:
-        texts: That its plans calibrate on; None if none does.
-        require_unchanged: Raises `Failure` once the source's weights are not those that the inputs are of.
-
-    Raises:
-        Failure: A text cannot be read, or is shorter than one block.
-    """
-
-    def __init__(self, directory: Path, plans: Sequence[Plan]) -> None:
-        self._path, self._entries = directory / _LEDGER, _noted(directory)
-        source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
-        self.require_unchanged = watched([source])
-        self.texts = texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
-        inputs = {
-            plan.output.path.name: inputs_of(plan, texts if plan.calibration else None)
-            | {"heal": plan.calibration.heal if plan.calibration else None}
-            for plan in plans
-        }
-        self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
-
-    def has(self, plan: Plan) -> bool:
-        """Whether the result of the plan is finished, so that a resumed sweep can skip it."""
-        path = plan.output.path
-        return (
-            plan.output.resume
-            and (path / "conversion.json").is_file()
-            and not partial_path(path).exists()
-            and self._entries.get(path.name) == self._inputs[path.name]
-        )
-
-    def note(self, plan: Plan) -> None:
-        name = plan.output.path.name
-        self._entries[name] = self._inputs[name]
-        seal(self._path, self._entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -58,34 +59,32 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
 
 @checked
 def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Bench]) -> dict[str, Any]:
-    """Measure speed and memory of checkpoints side by side; the others are compared with the first.
+    """Measure speed and memory of checkpoints side by side.
 
     Args:
         models: A directory or a Hub id, or several.
         **given: The options, in `eval.options`.
 
     Returns:
-        The content of bench.json: `{"kvfold", "setup", "models"}`. Units: seconds, bytes, tokens, 10⁹ bytes/s.
+        The content of bench.json: `{"kvfold", "setup", "models"}`. Units: seconds, bytes, tokens.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
     from eval.report import quality as report
-    from eval.report import speed as bench_report
     from eval.speed.bench import BenchSettings, run
 
     if not models:
         raise Refusal("there is no model to measure")
     sources, output = _sources(models, given["trust_remote_code"]), given["output"]
     if output is not None:
-        report.require_room(Path(output), bench_report.NAMES, given["overwrite"])
+        report.require_room(Path(output), ("bench.json",), given["overwrite"])
     sizes = tuple(given["batch"]), contexts_of(given["context"]), given["steps"], given["rounds"]
-    kinds = given["compile"], given["stock"], given["largest_batch"]
-    settings = BenchSettings(*sizes, given["dtype"], given["device"], *kinds)
+    settings = BenchSettings(*sizes, given["dtype"], given["device"], given["compile"], given["stock"])
     found = run(sources, settings, given["progress"])
     if output is not None:
-        bench_report.write(found, Path(output))
+        report.write_pages({"bench.json": json.dumps(found, indent=2, allow_nan=False) + "\n"}, Path(output))
     return found
 
 

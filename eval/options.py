@@ -94,13 +94,12 @@ class Timing(TypedDict, total=False):
     rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]
     stock: Annotated[bool, Option("Also measure MLA and GQA models as stock transformers runs them.")]
     compile: Annotated[bool, Option("Run decode steps through torch.compile.", negatable=True)]
-    largest_batch: Annotated[bool, Option("On a GPU, find the largest batch. Fills its memory.", default=True)]
 
 
 class BenchReport(TypedDict, total=False):
-    """Where the report of a benchmark goes."""
+    """Where the figures of a benchmark go."""
 
-    output: Annotated[str | Path | None, Option("Write bench.json, .md and .svg to DIR.", directory="new")]
+    output: Annotated[str | Path | None, Option("Write bench.json to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier benchmark in DIR.", consent=True)]
 
 

@@ -3,8 +3,9 @@
     python scripts/train_demo.py convert/demo/python-5m-mha [--steps 2400] [--seed 0]
 
 The text is the installed Python's own (convert/demo/corpus.py); modules named there are held out. On two CPU cores
-the default takes about an hour. `training.json` beside the weights records the Python version, the hash of the
-training tokens and the loss on the validation modules as it fell and flattened.
+the default takes about an hour with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647`, and up to
+twice as long without, since glibc then maps memory anew at every step. `training.json` beside the weights records the
+Python version, the hash of the training tokens and the loss on the validation modules as it fell and flattened.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
-from eval.machine.memory import keep_freed
 
 VOCABULARY, CONTEXT, BATCH, PEAK_RATE, WARM_UP = 2048, 512, 16, 2e-3, 100
 END = "<|endoftext|>"
@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    keep_freed()  # mapping memory anew at every step costs up to half of the time
     torch.manual_seed(args.seed)
     documents = training_documents()
     tokenizer = train_tokenizer(documents)

@@ -70,7 +70,7 @@ def weights_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convert.planning.calibration.DEFAULT", ())
         patch.setattr("convert.planning.memory.HEALED", 0)
-        patch.setattr("convert.execute.run.checked", lambda *args: None)
+        patch.setattr("convert.converting.checked", lambda *args: None)
         yield
 
 
@@ -78,7 +78,7 @@ def weights_alone() -> Iterator[None]:
 def writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions as people run them: the model writes a text where none is given, and results are checked."""
     monkeypatch.setattr("convert.planning.calibration.DEFAULT", (OWN,))
-    monkeypatch.setattr("convert.execute.run.checked", checked)
+    monkeypatch.setattr("convert.converting.checked", checked)
 
 
 @pytest.fixture(scope="session")

@@ -174,7 +174,7 @@ class Writing(TypedDict, Generic[Dry], total=False):
     ]
     overwrite: Annotated[bool, _OVERWRITE]
     resume: Annotated[bool, _RESUME]
-    dry_run: Annotated[Dry, Option("Only plan, and say how long it takes here. Reads no weights.")]
+    dry_run: Annotated[Dry, Option("Only plan. Reads no weights.")]
 
 
 class Publishing(TypedDict, total=False):
@@ -200,7 +200,7 @@ class Training(TypedDict, Generic[Dry], total=False):
     time: Annotated[
         float | str | None,
         Option(
-            "Train on as many tokens as take TIME here, such as 90min, 1h or 2d.",
+            "Train on as many tokens as take TIME here, such as 90min, 1h or 2d, by a few timed steps.",
             least=1e-3,
             parse=parse_time,
             metavar="TIME",
@@ -281,7 +281,7 @@ class Training(TypedDict, Generic[Dry], total=False):
     seed: Annotated[int, _seed("For the order of blocks.")]
     overwrite: Annotated[bool, _OVERWRITE]
     resume: Annotated[bool, _RESUME]
-    dry_run: Annotated[Dry, Option("Only plan, and say how long it takes here. Reads the text, but no weights.")]
+    dry_run: Annotated[Dry, Option("Only plan, with the memory that it takes. Reads the text, but no weights.")]
 
 
 class Comparing(TypedDict, total=False):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from eval.inputs.loading import load
 from eval.inputs.sealed import read_object
 from eval.inputs.text import bos_before_texts
 from eval.machine.device import input_device, memory_for, rough, whole_memory
-from eval.machine.forecast import Decoder, Work
 from eval.quality.perplexity import finite
 from eval.terminal.progress import Progress, stage
 
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvfold")
 ROWS = 64  # at once
-ROUGH = {torch.float32: 1.0, torch.bfloat16: 0.25}  # of the time of a pass in fp32
-# What a model writes: a step reads all weights, and copies and reads the cache; each token is drawn from the vocabulary.
-_CACHE_READS, _DRAWN = 3, 4
 _CACHES = 0.25  # share of a device's memory that the cache of such rows may take
 _PILOT = 64  # rows, and tokens of each, from which first tokens are drawn, where texts begin with any
 _OTHERWISE = "calibrate on a text: --text FILE; or on none: --no-text"
@@ -240,21 +235,6 @@ def own_text(
     ids = torch.cat(parts)
     _require_words(source, ids, otherwise)
     return ids
-
-
-def writing_work(decoder: Decoder, spec: AttentionSpec, rows: int, length: int, device: torch.device) -> Work:
-    """The work of a model with this attention that writes rows of so many tokens, token by token."""
-    dtype = rough(device)
-    batches = math.ceil(rows / ROWS)
-    read = dtype.itemsize * decoder.parameters * length * batches
-    cached = rows * length**2 / 2 * spec.bytes_per_token(str(dtype).removeprefix("torch."))
-    passes = decoder.forward(rows * length, length, passes=length * batches)
-    return decoder.load() + Work(
-        ROUGH[dtype] * passes.flops,
-        ROUGH[dtype] * passes.values + _DRAWN * rows * length * decoder.vocabulary,
-        read + _CACHE_READS * cached,
-        passes.calls,
-    )
 
 
 @contextlib.contextmanager

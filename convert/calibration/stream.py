@@ -23,7 +23,7 @@ from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
 from eval.inputs.reader import TensorInfo
-from eval.machine.memory import release
+from eval.machine.device import trim_memory
 
 _TOKENS = 4096  # tokens per forward pass, unless one row is longer
 _CHECKSUM = 4  # bytes at the end of a file of inputs
@@ -151,7 +151,7 @@ class LayerStream:
                 then()
         for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
             self._inputs(earlier).unlink()
-        release()
+        trim_memory()
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:

@@ -19,8 +19,6 @@ from convert.arguments import options
 from convert.command import parameters, removed
 from convert.launch import goes_on_alone, is_first, launched_count
 from eval import options as measured
-from eval.machine.memory import keep_freed
-from eval.machine.threads import wait_wisely
 from eval.terminal.escapes import printable, printable_lines, shell_line
 
 
@@ -68,8 +66,8 @@ def main(ctx: click.Context) -> None:
     MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
     is first named.
     """
-    wait_wisely()
-    keep_freed()
+    if "OMP_WAIT_POLICY" not in os.environ:  # threads of GNU OpenMP wait for microseconds, and leave the cores to other work
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if ctx.invoked_subcommand != "heal":
         count, threads = launched_count(), os.environ.get("OMP_NUM_THREADS")
         if not goes_on_alone():
@@ -216,18 +214,18 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Measure speed and memory of MODELs side by side.
 
-    Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
-    on random tokens. Compares the others with the first MODEL. MLA models decode over their latent, GQA models packed.
+    Time of a prefill and of a decode step, bytes of the cache and, on a GPU, peak memory, on random tokens. MLA models decode
+    over their latent, GQA models packed.
 
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
     from eval import bench
-    from eval.report import speed as bench_report
+    from eval.speed.table import to_markdown
 
     quiet, output, progress = given["quiet"], given["output"], _console(given)
     found = bench(models, progress=progress, **given)
-    _show(found, bench_report.to_markdown(found), as_json)
-    _written(output, "bench.md", quiet)
+    _show(found, to_markdown(found), as_json)
+    _written(output, "bench.json", quiet)
 
 
 @main.command(name="sweep")

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from eval.machine.forecast import duration
 from eval.terminal.escapes import printable
-from eval.terminal.progress import Progress, silent
+from eval.terminal.progress import Progress, duration, silent
 
 _AT_ONCE = 0.1  # seconds from the begin of a stage
 _QUIET, _PARTS = 30.0, 10  # seconds without a line, or a tenth of a stage that is longer than that

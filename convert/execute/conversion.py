@@ -9,12 +9,11 @@ from typing import Any
 from attention.spec import AttentionSpec
 from convert.planning.base import Plan
 from convert.planning.describe import conversion_text, plan_text
-from convert.planning.targets import LatentTarget
 
 
 @dataclass(frozen=True)
-class _OfPlan:
-    """What there is to say of a plan.
+class PlannedConversion:
+    """A conversion that a dry run has planned.
 
     Attributes:
         plan: The plan.
@@ -37,27 +36,16 @@ class _OfPlan:
         """The result's attention."""
         return self.plan.target.spec
 
-
-@dataclass(frozen=True)
-class PlannedConversion(_OfPlan):
-    """A conversion that a dry run has planned.
-
-    Attributes:
-        expected_seconds: How long it will take here.
-    """
-
-    expected_seconds: float
-
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and how long it will take."""
-        return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
+        """The plan's facts."""
+        return self.plan.as_dict()
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.expected_seconds)
+        return plan_text(self.plan)
 
 
 @dataclass(frozen=True)
-class Conversion(_OfPlan):
+class Conversion(PlannedConversion):
     """A conversion that was done. Its plan has the choices that the text decided.
 
     Attributes:
@@ -82,16 +70,3 @@ class Conversion(_OfPlan):
 
     def __str__(self) -> str:
         return conversion_text(self.plan, self.provenance)
-
-
-def decided(plan: Plan, provenance: dict[str, Any]) -> Plan:
-    """The plan with the choices that its provenance states."""
-    plan = next((split for split in splits_of(plan) if split.recipe() == provenance.get("recipe")), plan)
-    if (ranks := provenance.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
-        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
-    return plan
-
-
-def splits_of(plan: Plan) -> list[Plan]:
-    """The plans among which the text decides."""
-    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []

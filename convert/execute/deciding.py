@@ -22,7 +22,7 @@ from convert.execute.steps import Pipeline, balance, grouped_pipeline, latent_pi
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
-from convert.output.workdir import WorkDirectory
+from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.terminal.progress import stage
@@ -106,7 +106,7 @@ class _Choice:
     ranks: tuple[int, ...] = ()
 
     @classmethod
-    def recalled(cls, work: WorkDirectory) -> _Choice | None:
+    def recalled(cls, work: Work) -> _Choice | None:
         """The decision of an interrupted run, or None."""
         found = work.recall("decision")
         if found is None:
@@ -159,7 +159,7 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
-            path = job.work.survey / f"measured-{layer}.pt"
+            path = job.work.steps / f"measured-{layer}.pt"
             with path.open("wb") as file:  # torch's own writer would hide a full disk behind its own error
                 torch.save(measure(job.read_layer(layer)[1], statistics(layer), fewest), file)
             # Mapped, so that memory does not hold all layers at once. Only this run reads the file.

@@ -16,7 +16,7 @@ from convert.checkpoint.writer import require_finite
 from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.output.workdir import WorkDirectory
+from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import GroupedTarget
@@ -49,7 +49,7 @@ class Job:
 
     plan: Plan
     reader: Reader
-    work: WorkDirectory
+    work: Work
     text: CalibrationText | None
     device: torch.device
     progress: Progress

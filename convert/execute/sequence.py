@@ -49,7 +49,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
     Returns:
         Maps a layer's index to the converted layer.
     """
-    shelf = Shelf(job.work.survey, "layer")
+    shelf = Shelf(job.work.steps, "layer")
     layers = job.plan.before.num_layers
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
@@ -98,7 +98,7 @@ class _Pair:
 
     @classmethod
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
-        plan, work = decision.plan, job.work.survey
+        plan, work = decision.plan, job.work.steps
         layout = plan.target.host.layout(plan.family)
         config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
         read, infos = job.reader.__getitem__, job.reader.infos

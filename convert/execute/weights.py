@@ -16,7 +16,7 @@ from convert.methods.latent import LatentMethod
 from convert.methods.statistics import EXCERPT
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.machine.memory import release
+from eval.machine.device import trim_memory
 from eval.terminal.progress import stage
 
 MakeLayer = Callable[[int], Layer]
@@ -32,9 +32,7 @@ def require_space(job: Job, manifest: Manifest) -> None:
     shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.text and needed:
-        there = {
-            file: file.stat().st_size for directory in {job.statistics_in, job.work.survey} for file in directory.iterdir()
-        }
+        there = {file: file.stat().st_size for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir()}
         needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
     job.work.require_space(needed)
 
@@ -95,5 +93,5 @@ def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str,
             assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
         tensors |= converted.tensors
         notes.append(dict(converted.note))
-        release()
+        trim_memory()
     return tensors, notes

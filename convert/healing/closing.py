@@ -16,7 +16,7 @@ from convert.healing.plan import HealOptions, HealPlan, sized
 from convert.healing.provenance import course_of
 from convert.healing.team import Team
 from convert.healing.weights import write_files
-from convert.output.workdir import WorkDirectory
+from convert.output.writing import Work
 from convert.planning.base import Plan
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum
@@ -32,7 +32,7 @@ _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a w
 
 
 def heal_result(
-    plan: Plan, work: WorkDirectory, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress
+    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
@@ -89,7 +89,7 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     return replace(text, ids=rows[:, : context // part * part].flatten())
 
 
-def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: torch.device) -> HealPlan:
+def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.device) -> HealPlan:
     assert plan.calibration is not None
     result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="the result")
     context = plan.calibration.heal_context
@@ -101,7 +101,7 @@ def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: 
     return replace(found, every=-(-found.steps // _POINTS))
 
 
-def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, judged: Tokens | None, progress: Progress) -> dict[str, Any]:
+def _trained(plan: HealPlan, work: Work, text: Tokens, judged: Tokens | None, progress: Progress) -> dict[str, Any]:
     reader, team = Reader(work.path), Team.of(plan)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))

@@ -7,7 +7,6 @@ from typing import Any
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN
-from convert.planning.describe import expected_line
 from convert.planning.texts import names_of
 from eval.report.sections import loss_text
 
@@ -47,12 +46,11 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: HealPlan, passes: float, seconds: float) -> str:
-    """The plan, for a terminal, and how long it will take in one process."""
+def plan_text(plan: HealPlan, passes: float) -> str:
+    """The plan, for a terminal."""
     parts = {name: size / 1e9 for name, size in expected(plan).items()}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
-    lines = [*_lines(plan, passes), expected_line(seconds)]
-    return "\n".join([*lines, f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
+    return "\n".join([*_lines(plan, passes), f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
 
 
 def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> str:

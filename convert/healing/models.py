@@ -114,11 +114,16 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
 
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
     """The trainer of a student, whose parameters of these names train."""
+    module, what = distillation_of(plan, student, teacher, names)
+    schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
+    return Trainer(team.accelerator, module, text, schedule, what, team.autocast)
+
+
+def distillation_of(plan: HealPlan, student: Any, teacher: Teacher, names: list[str]) -> tuple[Distillation, Trainable]:
+    """A student with its teacher and the loss, and what trains of it: the parameters of these names, or LoRA beside them."""
     rank = plan.options.lora_rank
     what = Trainable(student, names) if rank is None else Adapted(student, names, rank, plan.seed)
     if plan.options.checkpointing:
         compute_layers_again(student)
-    schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
     cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
-    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache)
-    return Trainer(team.accelerator, module, text, schedule, what, team.autocast)
+    return Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache), what

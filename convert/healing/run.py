@@ -9,15 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
-from attention.spec import AttentionSpec
-from convert.calibration.own_text import own_text, writing_work
+from convert.calibration.own_text import own_text
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.cache import TeacherCache
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
-from convert.healing.forecast import work_of
 from convert.healing.memory import disk, expected
 from convert.healing.models import train
 from convert.healing.plan import HealPlan
@@ -28,19 +25,19 @@ from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write_files
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
-from convert.output.destination import CHECKPOINT, calibration_hashes, finished, partial_path, read_provenance, without_text
-from convert.output.life import Held, Made, Task, carry_out
+from convert.output.destination import CHECKPOINT, partial_path, without_text
+from convert.output.evaluation import evaluated
 from convert.output.provenance import versions
-from convert.output.workdir import WorkDirectory
+from convert.output.writing import Work, writing
 from convert.planning.positions import limited
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import SAFETENSORS, Reader, fingerprint
 from eval.inputs.sealed import write_whole
 from eval.inputs.source import Source
-from eval.inputs.text import OWN_TEXT, Text, Tokens
+from eval.inputs.text import OWN_TEXT, Text
 from eval.machine.device import compute_device, free_memory
-from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
+from eval.quality.evaluation import prepare
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -60,19 +57,17 @@ class PlannedHealing:
     Attributes:
         plan: Every number decided.
         passes: How often the steps will go over the text.
-        expected_seconds: How long it will take here in one process.
     """
 
     plan: HealPlan
     passes: float
-    expected_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and how long it will take."""
-        return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
+        """The plan's facts."""
+        return facts(self.plan, self.passes)
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.passes, self.expected_seconds)
+        return plan_text(self.plan, self.passes)
 
 
 @dataclass(frozen=True)
@@ -127,179 +122,103 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         progress: Called with the progress of each stage.
 
     Raises:
-        KvfoldError: As of `convert.output.life.carry_out`.
+        KvfoldError: As of `convert.output.writing.writing`.
     """
     team = Team.of(plan)
     if not team.leads:
         _follow(plan, TrainingTexts.read(plan), team)
         return Healing(plan, team.agreed(None))
-    settings = EvaluationSettings(contexts=(plan.context,), device=plan.device)
-    held_out = Held(evaluate_on, settings) if evaluate_on else None
-
-    def begin(evaluated: Tokens | None) -> Task:
-        texts = TrainingTexts.read(plan)
-        if evaluated:
-            warn_of_overlap(evaluated, filter(None, texts.parts), "training")
-        return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
-
-    provenance = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    return Healing(plan, team.agreed(provenance))
-
-
-@dataclass(frozen=True)
-class _Healing(Task):
-    """A healing whose texts are read, in the process that leads.
-
-    Attributes:
-        plan: The plan.
-        reader: Reads the converted checkpoint.
-        texts: To train on.
-        team: The processes that train.
-        progress: Called with the progress of each stage.
-    """
-
-    noun = "healing"
-    labels = "source", "converted", "healed"
-
-    plan: HealPlan
-    reader: Reader
-    texts: TrainingTexts
-    team: Team
-    progress: Progress
-
-    def is_finished(self) -> bool:
-        path, known = self.plan.output.path, calibration_hashes(read_provenance(self.plan.converted.files))
-        if finished(path, [self.plan.recipe()], known, self.source_files()) is None:
-            return False
-        if read_provenance(path)["healing"].get("texts", []) != self.texts.facts:
-            raise Refusal(
-                f"OUTPUT {path} exists already, and was trained on another text",
-                hint="choose another OUTPUT, or replace it with --overwrite",
-            )
-        return True
-
-    def idle(self) -> None:
-        self.team.agreed(None)
-
-    def check(self) -> None:
-        """The conversion has checked the tensors."""
-
-    def inputs(self) -> dict[str, Any]:
-        plan = self.plan
-        ((command, options),) = plan.recipe().items()
-        return {
-            "command": command,
-            **without_text(options),
-            "device": str(compute_device(plan.device)),
-            "computes_in": str(computes_in(plan)),
-            "config": plan.converted.raw,
-            "files": fingerprint(self.plan.converted.files),
-            "teacher_files": self._teacher_files,
-            "texts": [{"hash": one["hash"], "share": one["share"]} for one in self.texts.facts],
-            "rows_to_write": self.texts.rows_to_write,
-            "versions": versions(),
-        }
-
-    def source_files(self) -> dict[str, Any]:
-        return fingerprint(self.plan.converted.files) | self._teacher_files
-
-    @property
-    def _teacher_files(self) -> dict[str, list[int]]:
-        """The fingerprint of the teacher's weights."""
-        return {f"teacher/{file}": values for file, values in fingerprint(self.plan.teacher.files).items()}
-
-    def foretell(self, evaluated: int) -> float | None:
-        """One process writes and evaluates, all share everything else that takes long."""
-        plan, texts = self.plan, self.texts
-        shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
-        work = whole + (1 / self.team.accelerator.num_processes - 1) * shared
-        return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
-
-    def make(self, work: WorkDirectory) -> Made:
-        plan, reader, team = self.plan, self.reader, self.team
-        if any(work.training.iterdir()):
-            work.keep()  # states of an earlier run outlive whatever fails in this one
-        there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
-        work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
-        for note in plan.notes:
-            _log.info(note)
-        if plan.converted.code_note:
-            _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
-        text = self._written(work)
-        _say_what_judges(plan, text)
-        _say_memory(plan, team)
-
-        def kept(progressed: Progressed) -> None:
-            work.keep()
-            lines = [json.dumps(asdict(point)) + "\n" for point in progressed.curve]
-            write_whole(work.path / _CURVE, "".join(lines).encode())
-
-        tracking = tracked(team.accelerator, plan.options.track, plan.recipe()["heal"])
-        with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY), tracking:
-            if plan.options.teacher_cache is not None:
-                TeacherCache.of(plan, plan.options.teacher_cache, text, team)  # before the others look for it
-            team.agreed(work.training)
-            outcome, where = train(plan, text, reader, team, work.training, self.progress, kept)
-            kept(outcome.progressed)  # also of a run that took no step
-        for _ in write_files(work.path, reader, outcome.weights, where, self.progress):
-            pass
-        if (index := plan.converted.files / f"{SAFETENSORS}.index.json").is_file():
-            shutil.copyfile(index, work.path / index.name)
-        shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
-        raw = _config(plan) if outcome.weights else plan.converted.raw
-        ours = provides(plan.converted.model_type)
-        copy_companions(work.path, plan.converted.files, not ours)
-        if ours:
-            copy_code(work.path, CODE)
-            raw = raw if names_ours(raw) else raw | {"auto_map": AUTO_MAP}
-        if raw != plan.converted.raw:
-            write_config(work.path, raw, None)
-        calibrated = Source.parse(str(work.path), plan.converted.trust_remote_code).calibrated
-        healed = sorted(where) if outcome.weights else []
-        return Made(provenance_of(plan, self.texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {}))
-
-    def _written(self, work: WorkDirectory) -> TrainingText:
-        """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
-        plan, texts = self.plan, self.texts
-        if texts.own is not None:
-            write_own_text(work.path, texts.own)
-        if not (rows := texts.rows_to_write):
-            return texts.known
-        device, seed = compute_device(plan.device), plan.seed + _OTHER
-        hint = "give another --text FILE"
-        own = own_text(plan.teacher, rows, plan.context, seed, device, work.survey, self.progress, hint)
-        write_own_text(work.path, own)
-        work.keep()  # it may have taken hours
-        return texts.with_own(own)
-
-    def card(self, provenance: dict[str, Any]) -> str:
-        return card(self.plan, provenance)
+    settings, models = EvaluationSettings(contexts=(plan.context,), device=plan.device), [plan.teacher, plan.converted]
+    held_out = prepare(models, evaluate_on, settings)[1] if evaluate_on else None
+    texts = TrainingTexts.read(plan)
+    if held_out:
+        warn_of_overlap(held_out, filter(None, texts.parts), "training")
+    with writing("healing", plan.output, models, _inputs(plan, texts)) as work:
+        if work.provenance:
+            team.agreed(None)
+            return Healing(plan, team.agreed(work.provenance))
+        provenance = _made(plan, texts, team, work, progress)
+        if evaluate_on:
+            named = {"source": plan.teacher, "converted": plan.converted}
+            provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
+        work.complete(provenance, card(plan, provenance))
+    return Healing(plan, team.agreed(work.provenance))
 
 
-def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
-    """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
-    work = _work(plan, texts, texts.rows_to_write, evaluated)
-    return expected_seconds(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
+def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
+    """Everything that the result's bytes depend on."""
+    ((command, options),) = plan.recipe().items()
+    return {
+        "command": command,
+        **without_text(options),
+        "device": str(compute_device(plan.device)),
+        "computes_in": str(computes_in(plan)),
+        "config": plan.converted.raw,
+        "files": fingerprint(plan.converted.files),
+        "teacher_files": fingerprint(plan.teacher.files),
+        "texts": [{"hash": one["hash"], "share": one["share"]} for one in texts.facts],
+        "rows_to_write": texts.rows_to_write,
+        "versions": versions(),
+    }
 
 
-def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: int) -> Work:
-    text = texts.known
-    work = work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
-    if not rows_to_write:
-        return work
-    teacher = plan.teacher
-    decoder, spec = Decoder.of(teacher.config, teacher.trust_remote_code), AttentionSpec.from_config(teacher.config)
-    return work + writing_work(decoder, spec, rows_to_write, plan.context, compute_device(plan.device))
+def _made(plan: HealPlan, texts: TrainingTexts, team: Team, work: Work, progress: Progress) -> dict[str, Any]:
+    """Write the healed checkpoint into the work directory, all but its provenance, which is returned, and its card."""
+    reader = Reader(plan.converted.files)
+    if any(work.training.iterdir()):
+        work.keep()  # states of an earlier run outlive whatever fails in this one
+    there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
+    work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
+    for note in plan.notes:
+        _log.info(note)
+    if plan.converted.code_note:
+        _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
+    text = _written(plan, texts, work, progress)
+    _say_what_judges(plan, text)
+    _say_memory(plan, team)
+
+    def kept(progressed: Progressed) -> None:
+        work.keep()
+        lines = [json.dumps(asdict(point)) + "\n" for point in progressed.curve]
+        write_whole(work.path / _CURVE, "".join(lines).encode())
+
+    tracking = tracked(team.accelerator, plan.options.track, plan.recipe()["heal"])
+    with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY), tracking:
+        if plan.options.teacher_cache is not None:
+            TeacherCache.of(plan, plan.options.teacher_cache, text, team)  # before the others look for it
+        team.agreed(work.training)
+        outcome, where = train(plan, text, reader, team, work.training, progress, kept)
+        kept(outcome.progressed)  # also of a run that took no step
+    for _ in write_files(work.path, reader, outcome.weights, where, progress):
+        pass
+    if (index := plan.converted.files / f"{SAFETENSORS}.index.json").is_file():
+        shutil.copyfile(index, work.path / index.name)
+    shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
+    raw = _config(plan) if outcome.weights else plan.converted.raw
+    ours = provides(plan.converted.model_type)
+    copy_companions(work.path, plan.converted.files, not ours)
+    if ours:
+        copy_code(work.path, CODE)
+        raw = raw if names_ours(raw) else raw | {"auto_map": AUTO_MAP}
+    if raw != plan.converted.raw:
+        write_config(work.path, raw, None)
+    calibrated = Source.parse(str(work.path), plan.converted.trust_remote_code).calibrated
+    healed = sorted(where) if outcome.weights else []
+    return provenance_of(plan, texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {})
 
 
-def _dtype(plan: HealPlan) -> str:
-    """The dtype that the forecast counts in.
-
-    On a CPU that is float32 for passes in bfloat16, too: it foretells 168 seconds for a healing of a 135M model that takes 162,
-    and bfloat16 98, because gradients and losses stay in float32.
-    """
-    on_gpu = compute_device(plan.device).type == "cuda"
-    return str(computes_in(plan)).removeprefix("torch.") if on_gpu else "float32"
+def _written(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) -> TrainingText:
+    """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
+    if texts.own is not None:
+        write_own_text(work.path, texts.own)
+    if not (rows := texts.rows_to_write):
+        return texts.known
+    device, seed = compute_device(plan.device), plan.seed + _OTHER
+    hint = "give another --text FILE"
+    own = own_text(plan.teacher, rows, plan.context, seed, device, work.steps, progress, hint)
+    write_own_text(work.path, own)
+    work.keep()  # it may have taken hours
+    return texts.with_own(own)
 
 
 def _config(plan: HealPlan) -> dict[str, Any]:

@@ -1,62 +1,107 @@
-"""How many tokens a healing has time for, by the forecast."""
+"""How many tokens a healing has time for: a few of its steps are timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from attention.errors import Refusal
+from convert.healing.models import distillation_of, running, student_of
 from convert.healing.plan import HealPlan
-from convert.healing.run import expected_duration
+from convert.healing.student import trained
+from convert.healing.team import computes_in
 from convert.healing.texts import TrainingTexts
+from convert.healing.training import Distillation
 from convert.launch import launched_count
 from convert.output.destination import Output, begun, read_provenance
+from eval.machine.clock import timed
+from eval.machine.device import compute_device, memory_for
+from eval.terminal.progress import Progress, stage
 
-_FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
-_GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time
+_ROUNDS, _STEPS = 3, 3  # each round times steps of the size that follows from the round before
+_RATES = 3  # that are tried at least, where any are
 _DIGITS = 3  # of the number of tokens
 
 
-def tokens_within(seconds: float, sized: Callable[[int], HealPlan], evaluated: int) -> int:
-    """The tokens of the longest healing that is expected to end in time.
+def tokens_within(seconds: float, sized: Callable[[int], HealPlan], progress: Progress) -> int:
+    """The tokens of a healing that trains for about so long here: its steps, and the measurements between them.
+
+    Loading, text that the teacher writes, and an evaluation come on top.
 
     Args:
         seconds: The time.
         sized: Maps a number of tokens to the plan.
-        evaluated: Tokens of the text to evaluate on; 0 without.
+        progress: Called with the number of steps that are timed.
 
     Raises:
         Refusal: The shortest healing takes longer, or several processes would decide.
-        Failure: A text cannot be read, or is too short.
+        Failure: A text cannot be read or is too short, or memory does not suffice.
     """
     if (count := launched_count()) > 1:
         raise Refusal(
-            f"{count} processes would each have a forecast of their own",
+            f"{count} processes would each time steps of their own",
             hint="give --tokens; --time TIME --dry-run in one process says how many",
         )
-    texts = TrainingTexts.read(sized(_FIRST))
+    shortest = plan = sized(1)  # of one step
+    texts = TrainingTexts.read(plan)
+    with _opened(plan) as module, stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
+        for _ in range(_ROUNDS):
+            training, measuring = _paces(plan, module)
+            taken = _seconds(plan, texts, training, measuring)
+            if plan is shortest and taken > seconds:
+                raise Refusal(
+                    f"a healing of {plan.tokens} tokens takes {taken:.2g} seconds here, longer than --time allows",
+                    hint="give more time, or another --device",
+                )
+            plan = sized(max(shortest.tokens, _rounded(plan.tokens + (seconds - taken) / training)))
+            done(_STEPS)
+    return plan.tokens
 
-    def expected(tokens: int) -> float:
-        found = replace(texts, plan=sized(tokens))
-        return expected_duration(found.plan, found, evaluated)
 
-    least = sized(1).tokens  # of one step
-    below, above = (least, expected(least)), (_FIRST, expected(_FIRST))
-    if below[1] > seconds:
-        raise Refusal(
-            f"a healing of {least} tokens takes {below[1]:.0f} seconds here, longer than --time allows",
-            hint="give more time, or another --device",
-        )
-    while above[1] <= seconds and above[0] < _MOST:
-        below, above = above, (above[0] * _FACTOR, expected(above[0] * _FACTOR))
-    for _ in range(_GUESSES):
-        share = (seconds - below[1]) / (above[1] - below[1])  # as if it were a straight line
-        tokens = _rounded(below[0] + share * (above[0] - below[0]))
-        if below[1] >= _CLOSE * seconds or not below[0] < tokens < above[0]:
-            break
-        taken = expected(tokens)
-        below, above = ((tokens, taken), above) if taken <= seconds else (below, (tokens, taken))
-    return below[0]
+@contextmanager
+def _opened(plan: HealPlan) -> Iterator[Distillation]:
+    """Both models in memory, even if the plan keeps what the teacher says on disk."""
+    device = str(compute_device(plan.device))
+    room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
+    with room, running(plan, device) as teacher, student_of(plan, device) as student:
+        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
+        yield distillation_of(plan, student, teacher, names)[0]
+
+
+def _paces(plan: HealPlan, module: Distillation) -> tuple[float, float]:
+    """The seconds of a token in a step, but for the optimiser's part, and in a measurement."""
+    device = compute_device(plan.device)
+    ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
+    indices = torch.arange(plan.micro_batch)
+
+    def forward(measured: int | None = None) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=computes_in(plan) is torch.bfloat16):
+            return module(ids, indices, measured)
+
+    def step() -> None:
+        forward().backward()
+
+    def measure() -> None:
+        with torch.no_grad():
+            forward(plan.micro_batch)
+
+    _, *steps = timed(device, step, module.zero_grad, 1 + _STEPS)  # the first one is slower
+    _, *measurements = timed(device, measure, module.zero_grad, 1 + _STEPS)
+    return statistics.median(steps) / ids.numel(), statistics.median(measurements) / ids.numel()
+
+
+def _seconds(plan: HealPlan, texts: TrainingTexts, training: float, measuring: float) -> float:
+    """How long a plan trains, at these seconds per token."""
+    rates = _RATES if plan.trial_steps else 0
+    steps = plan.steps + rates * plan.trial_steps
+    points = 2 + -(-plan.steps // plan.every) + rates
+    held_out = len(replace(texts, plan=plan).known.held_out)
+    return plan.context * (steps * plan.batch * training + points * held_out * measuring)
 
 
 def _rounded(tokens: float) -> int:
@@ -66,7 +111,7 @@ def _rounded(tokens: float) -> int:
 
 
 def tokens_of_begun(output: Output) -> int | None:
-    """Those of the healing that `--resume` goes on with, whatever this machine's forecast says now; None if there is none."""
+    """Those of the healing that `--resume` goes on with, however fast its steps are now; None if there is none."""
     recipe = {} if output.overwrite else read_provenance(output.path).get("recipe")
     finished = recipe.get("heal") if isinstance(recipe, dict) else None
     found = begun(output.path) or finished

@@ -5,20 +5,17 @@ A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is r
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure, Refusal
-from eval.inputs.reader import Reader
+from attention.errors import Refusal
 from eval.inputs.sealed import read_object
 from eval.inputs.text import SELF
 
-# In the work directory: the inputs of the work, whose file is renamed when the checkpoint moves to OUTPUT, and the checkpoint.
-INPUTS, PUBLISHED, CHECKPOINT = "inputs.json", "published.json", "checkpoint"
+INPUTS, CHECKPOINT = "inputs.json", "checkpoint"  # in the work directory
 _PROVENANCE = "conversion.json"  # in OUTPUT
 
 
@@ -56,8 +53,8 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         output: As the user gave it.
         source: The source's directory, if it is local.
         overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
-            check which one it is.
+        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes, too: `Work` finds out
+            which one it is.
     """
     _require_destination(output)
     partial = partial_path(output)
@@ -66,9 +63,9 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         if whole == ours or whole in ours.parents or ours in whole.parents:
             raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
     if output.is_dir() and any(output.iterdir()):
-        if not (overwrite or (resume and (is_published(partial) or _may_be_finished(output, partial)))):
+        if not (overwrite or (resume and not (partial / CHECKPOINT).exists())):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
-        if not ({"kvfold", "recipe"} <= read_provenance(output).keys() or is_published(partial)):
+        if not {"kvfold", "recipe"} <= read_provenance(output).keys():
             raise Refusal(
                 f"OUTPUT {output} has no conversion.json of kvfold, so --overwrite leaves it alone",
                 hint="choose another OUTPUT",
@@ -107,80 +104,12 @@ def _is_ours(partial: Path) -> bool:
     if partial.is_symlink() or not partial.is_dir():
         return False
     there = {path.name for path in partial.iterdir()}
-    return bool(there & {INPUTS, PUBLISHED}) or there <= {f"{INPUTS}.tmp"}
-
-
-def is_published(partial: Path) -> bool:
-    """Whether the checkpoint of a work directory is at OUTPUT, whole."""
-    return read_object(partial / PUBLISHED) is not None and not (partial / CHECKPOINT).exists()
-
-
-def _may_be_finished(output: Path, partial: Path) -> bool:
-    """Whether OUTPUT holds a conversion and no other one is unfinished."""
-    return isinstance(read_provenance(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
+    return INPUTS in there or there <= {f"{INPUTS}.tmp"}
 
 
 def begun(output: Path) -> dict[str, Any] | None:
     """The inputs of the unfinished work at OUTPUT, or None."""
     return read_object(partial_path(output) / INPUTS)
-
-
-def finished(
-    output: Path, recipes: Sequence[Mapping[str, Any]], hashes: Sequence[str | None], source_files: Mapping[str, Any]
-) -> Mapping[str, Any] | None:
-    """Find the conversion that a run with `--resume`, without `--overwrite`, would repeat.
-
-    Args:
-        output: OUTPUT.
-        recipes: The recipe of the run's plan, and those among which the text decides.
-        hashes: Of the calibration texts' tokens, wherever the texts lie; None for what the model writes itself.
-        source_files: The fingerprint of the source's files, as under `run` in conversion.json.
-
-    Returns:
-        The recipe by which the conversion at OUTPUT was made. None if the run has work to do.
-
-    Raises:
-        Refusal: OUTPUT holds another conversion, one of other source files, or one with missing files.
-    """
-    if not _may_be_finished(output, partial_path(output)):
-        return None
-    known = read_provenance(output)
-    on = calibration_hashes(known)
-    same_text = len(on) == len(hashes) and all(wanted in (None, found) for wanted, found in zip(hashes, on, strict=True))
-    there = _without_text(known["recipe"]) if same_text else None
-    same = next((recipe for recipe in recipes if _without_text(recipe) == there), None)
-    if same is None:
-        raise Refusal(
-            f"OUTPUT {output} exists already, and was made by another recipe",
-            hint="choose another OUTPUT, or replace it with --overwrite",
-        )
-    run = known.get("run")
-    before = run.get("source_files") if isinstance(run, dict) else None
-    if before is not None and before != source_files:
-        raise Refusal(
-            f"OUTPUT {output} exists already, and the source's files have changed since it was made",
-            hint="make it again with --overwrite",
-        )
-    try:
-        whole = _is_checkpoint(output) and bool(Reader(output).infos)
-    except (Failure, OSError):
-        whole = False
-    if not whole:
-        raise Refusal(f"OUTPUT {output} exists already, and is not whole", hint="make it again with --overwrite")
-    return same
-
-
-def calibration_hashes(provenance: Mapping[str, Any]) -> list[Any]:
-    """The hashes of the texts that a conversion was calibrated on, as conversion.json says."""
-    calibration = provenance.get("calibration")
-    found = calibration.get("texts") if isinstance(calibration, dict) else []
-    return [one.get("hash") if isinstance(one, dict) else None for one in found] if isinstance(found, list) else []
-
-
-def _without_text(recipe: Mapping[str, Any]) -> Any:
-    """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
-    plain = json.loads(json.dumps(recipe))
-    return {command: without_text(options) if isinstance(options, dict) else options for command, options in plain.items()}
 
 
 def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,12 +123,6 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_provenance(output: Path) -> dict[str, Any]:
     """conversion.json of an OUTPUT, empty if there is none that can be read."""
     return read_object(output / _PROVENANCE) or {}
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a model: a config with a model type, and weights."""
-    weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
-    return "model_type" in (read_object(directory / "config.json") or {}) and bool(weights)
 
 
 def _is_unicode(path: Path) -> bool:

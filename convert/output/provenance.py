@@ -20,20 +20,18 @@ class Clock:
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     _monotonic: float = field(default_factory=time.monotonic)
 
-    def run(self, output: Path, source_files: Mapping[str, Any], expected: float | None) -> dict[str, Any]:
+    def run(self, output: Path, source_files: Mapping[str, Any]) -> dict[str, Any]:
         """The entry `run` of conversion.json: everything that differs between runs.
 
         Args:
             output: OUTPUT.
             source_files: The fingerprints of the source's weights.
-            expected: The seconds that were foretold; None if they were not worth measuring.
         """
         return {
             "output": str(output),
             "source_files": source_files,
             "started": self.started.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - self._monotonic, 3),
-            "expected_seconds": None if expected is None else round(expected, 1),
             "machine": platform.node(),
         }
 

@@ -107,11 +107,6 @@ class Calibration:
         return shared_out(self.tokens // self.context, self.texts)
 
     @property
-    def about_tokens(self) -> int:
-        """About how many tokens the texts give, without reading them."""
-        return sum(text.about(count * self.context) for count, text in zip(self.blocks, self.texts, strict=True))
-
-    @property
     def rows_to_write(self) -> int:
         """How many blocks the model writes itself."""
         return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
@@ -191,11 +186,6 @@ class GivenTexts:
     def hashes(self) -> list[str | None]:
         """Of each text's blocks; None for the model's own."""
         return [part.hash if part else None for part in self.parts]
-
-    @property
-    def count(self) -> int:
-        """Tokens in all, with those that the model will write."""
-        return self.calibration.rows_to_write * self.calibration.context + sum(len(part.ids) for part in self.parts if part)
 
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
         """The whole text; `written [n, context]` is the model's own."""

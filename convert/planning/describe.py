@@ -21,7 +21,6 @@ from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from eval.inputs.former import FORMERS
-from eval.machine.forecast import duration
 from eval.report.sections import loss_text
 from eval.terminal.tables import bytes_text, table
 
@@ -338,15 +337,9 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
 
 
-def plan_text(plan: Plan, seconds: float) -> str:
-    """A planned conversion, for a terminal, and how long it will take."""
-    lines = [*_plan_lines(plan), *_said(plan.calibrated), expected_line(seconds), f"would be written to {_where(plan)}"]
-    return "\n".join(lines)
-
-
-def expected_line(seconds: float) -> str:
-    """How long something will take on this machine."""
-    return f"would take about {duration(seconds)} on this machine"
+def plan_text(plan: Plan) -> str:
+    """A planned conversion, for a terminal."""
+    return "\n".join([*_plan_lines(plan), *_said(plan.calibrated), f"would be written to {_where(plan)}"])
 
 
 def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
@@ -420,8 +413,8 @@ def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def plans_text(plans: Sequence[Plan], seconds: float) -> str:
-    """A planned sweep, one row per result, and how long all of it will take."""
+def plans_text(plans: Sequence[Plan]) -> str:
+    """A planned sweep, one row per result."""
     rows = []
     for plan in plans:
         spec = plan.target.spec
@@ -429,4 +422,4 @@ def plans_text(plans: Sequence[Plan], seconds: float) -> str:
         rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
     at = plans[0].before.at_context(plans[0].context)
     shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))
-    return f"{shown}\n\n{expected_line(seconds)}\nwould be written to {plans[0].output.path.parent}, with a report"
+    return f"{shown}\n\nwould be written to {plans[0].output.path.parent}, with a report"

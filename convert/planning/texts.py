@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import MOST_SHARE, SELF, OneText, Text, TextGiven, about_tokens, load_dataset, read_file, text_of
+from eval.inputs.text import MOST_SHARE, SELF, OneText, Text, TextGiven, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +44,6 @@ class TextSource:
     def label(self) -> str:
         """For people."""
         return {SELF: "its own text", "strings": f"{self.name} strings"}.get(self.kind, self.name)
-
-    def about(self, most: int) -> int:
-        """About how many tokens of at most `most` it gives, without reading it."""
-        if self.own:
-            return most
-        given = {"strings": self.strings, "dataset": None}.get(self.kind, self.name)
-        return about_tokens(given, most)
 
     def read(self) -> Text:
         """The text of a file, a data set or strings.

@@ -18,6 +18,7 @@ from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach, tokenize
 
 _log = logging.getLogger("kvfold")
+_MOMENT = 10**9  # bytes of weights that load in a moment
 
 
 @contextlib.contextmanager
@@ -34,6 +35,8 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
     import torch
 
     source.refuse_stale_quantisation()
+    if (size := sum(file.stat().st_size for file in source.files.iterdir() if file.is_file())) > _MOMENT:
+        _log.info("load %s: %.1f GB", source.name, size / 1e9)
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:

@@ -133,7 +133,6 @@ _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\
 DATASETS = tuple(_DATASETS)
 
 _REACH = 2**19  # tokens of a text, since encoding takes time and memory
-_BYTES = 4  # per token, about, of English by common tokenizers
 _CHARACTERS = 8  # per token, as a first guess
 
 
@@ -171,17 +170,6 @@ def text_of(given: OneText) -> Text:
         return read_file(Path(given))
     strings = list(given)
     return Text(f"{len(strings)} strings", "\n\n".join(strings))
-
-
-def about_tokens(given: OneText | None, most: int | None = None) -> int:
-    """About how many tokens a text has, by its size alone, but at most `most`; `most` of what is neither a file nor strings."""
-    if given is None:
-        return most or 0
-    if isinstance(given, str | Path):
-        size = Path(given).stat().st_size if Path(given).is_file() else 0
-    else:
-        size = sum(len(string.encode()) for string in given)
-    return size // _BYTES if most is None else min(most, size // _BYTES)
 
 
 def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:

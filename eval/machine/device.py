@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +99,13 @@ def out_of_memory(error: BaseException) -> bool:
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system where the C library is glibc, which keeps blocks of up to 32 MB.
+
+    The aligned blocks that torch allocates leave holes there that the next block of the same size does not fit into: the survey
+    of a model of width 2048 grew by 70 MB per layer.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library, or none to ask
+        ctypes.CDLL(None).malloc_trim(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,21 +14,17 @@ from attention.errors import GateMissed, Refusal
 from attention.padding import pad_values
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
-from eval.inputs.source import Source, position_limit, require_contexts
+from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
-from eval.machine.device import compute_device, require_device
-from eval.machine.forecast import Decoder, Work, foretell
+from eval.machine.device import require_device
 from eval.quality.cost import cache_figures
 from eval.quality.lockstep import Job, score_all
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.protocol import Protocol
 from eval.quality.recall import Recall
-from eval.quality.recall import work_of as recall_work
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
-
-_SCORED = 8  # values that scoring goes through for each logit, of a model that is compared with its source
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
@@ -60,7 +55,6 @@ def report_of(
     settings: EvaluationSettings,
     calibrated_on: Tokens | None = None,
     progress: Progress = silent,
-    foretold: bool = False,
 ) -> dict[str, Any]:
     """Evaluate the first model as the source, and compare the others with it.
 
@@ -71,7 +65,6 @@ def report_of(
         calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
             whether it was this text.
         progress: Called with the progress of each stage.
-        foretold: Whether the caller has said how long it takes, as part of its own work.
 
     Returns:
         The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
@@ -91,8 +84,6 @@ def report_of(
 
     overlap = partial(seen_share, tokens=tokens, within=within, calibrated_on=calibrated_on)
     models = _Models(sources, forms, settings, tokens, protocols[0].context, overlap, progress)
-    if not foretold:
-        _foretell(sources, len(tokens.ids), settings)
     scores = [[Score() for _ in sources] for _ in protocols]
     jobs = [
         Job(batch, row)
@@ -125,38 +116,6 @@ def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list
     rows += [(source, form) for source in sources for form in forms if form != source.dtype and is_cached_in(source, form)]
     named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
     return named, [form for _, form in rows]
-
-
-def evaluation_work(
-    decoders: Sequence[Decoder], source: Source, tokens: int, contexts: Sequence[int] = (), protocol: str = "paper"
-) -> Work:
-    """The work of an evaluation, without recall.
-
-    Args:
-        decoders: Of the models; the source comes first.
-        source: Its positions decide the default context.
-        tokens: Of the text.
-        contexts: As of `EvaluationSettings`.
-        protocol: One of `eval.quality.protocol.PROTOCOLS`.
-    """
-    total = Work()
-    for one in (Protocol.named(protocol, context) for context in require_contexts([source], contexts)):
-        run = math.ceil(tokens * one.context / one.stride)  # blocks may overlap
-        for decoder in decoders:
-            total += decoder.forward(run, min(run, one.context), tokens) + Work(values=_SCORED * tokens * decoder.vocabulary)
-    return sum((decoder.load() for decoder in decoders), total)
-
-
-def _foretell(sources: Sequence[Source], tokens: int, settings: EvaluationSettings) -> None:
-    """Say how long an evaluation takes."""
-    decoders = [Decoder.of(source.config, source.trust_remote_code) for source in sources]
-    contexts = require_contexts(sources, settings.contexts)
-    work = evaluation_work(decoders, sources[0], tokens, contexts, settings.protocol)
-    if settings.recall:
-        limit = position_limit(sources)
-        work += sum((recall_work(decoder, tokens, limit) for decoder in decoders), Work())
-    dtype = compute_dtype(sources[0], settings.dtype, settings.device)
-    foretell(work, compute_device(settings.device), decoders[0].width, dtype)
 
 
 class _Models:

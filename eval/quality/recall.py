@@ -27,7 +27,6 @@ from attention.errors import Refusal
 from eval.inputs.source import Source, position_limit
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for
-from eval.machine.forecast import Decoder, Work
 from eval.quality.perplexity import finite
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, stage
@@ -121,15 +120,6 @@ class Recall:
         scores = {distance: torch.cat(second[distance]) for distance in self.distances}
         found = [{"distance": distance, "tokens": len(nats), "nats": nats.mean().item()} for distance, nats in scores.items()]
         return {"first_nats": torch.cat(first).mean().item(), "distances": found}
-
-
-def work_of(decoder: Decoder, tokens: int, positions: int | None) -> Work:
-    """The work of the probe on one model of so many positions (None: of any number), with a text of so many tokens."""
-    room = tokens + 2 * COPY
-    if not (distances := _distances(room if positions is None else min(positions, room))):
-        return Work()
-    count, length = _count(distances), distances[-1] + COPY
-    return decoder.forward(count * length, length, count * len(distances) * 2 * COPY)
 
 
 def _distances(room: int) -> list[int]:

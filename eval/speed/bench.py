@@ -1,4 +1,4 @@
-"""Measures speed and memory of models: prefill and decode at every batch and context, compared with the first model.
+"""Measures prefill, decode step, cache and peak memory of models side by side, at every batch and context.
 
 Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
@@ -18,19 +18,14 @@ from attention import kernels
 from attention.errors import Failure, Refusal
 from eval.inputs.loading import require_causal
 from eval.inputs.source import Source, require_contexts
-from eval.machine.capacity import GIGABYTE
 from eval.machine.clock import hardware, spread, timed
 from eval.machine.device import compute_device, free_memory, memory_for, require_device
-from eval.machine.forecast import Decoder, Work, foretell
-from eval.speed.largest import Largest, search
 from eval.speed.model_run import ModelRun, describe, loaded, model_runs
 from eval.speed.workload import Workload, weight_bytes
 from eval.terminal.progress import Progress, silent, stage
+from eval.terminal.tables import bytes_text
 
 _WARM_UP = 3  # steps; the second one records CUDA graphs
-_CACHE_READ = 4  # times that a decode step goes through the cache: to widen it, too, and to copy it
-_NO_PEAK = "not measured on a CPU"
-_NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent and the process killed"
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,6 @@ class BenchSettings:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …
         compile: Run decode steps through torch.compile.
         stock: Also measure models with latent or grouped attention as transformers runs them.
-        largest_batch: On a GPU, find the largest batch that fits by filling the memory.
         backend: The backend of torch.compile.
     """
 
@@ -58,7 +52,6 @@ class BenchSettings:
     device: str = "auto"
     compile: bool = False
     stock: bool = False
-    largest_batch: bool = True
     backend: str = "inductor"
 
 
@@ -79,12 +72,12 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     are measured one after another.
 
     Args:
-        sources: The models; the others are compared with the first.
+        sources: The models.
         settings: How to measure.
         progress: Called with the number of finished rounds.
 
     Returns:
-        `{"kvfold", "setup", "models"}`, described in docs/bench.md. Units: seconds, bytes, tokens, 10⁹ bytes per second.
+        `{"kvfold", "setup", "models"}`, described in docs/bench.md. Units: seconds, bytes, tokens.
 
     Raises:
         Refusal: The settings or the configs do not allow it.
@@ -96,7 +89,6 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     _require_memory(runs, cases, device)
     together = len(runs) > 1 and not settings.compile and _fit_together(runs, cases, device)
     groups = [runs] if together else [[run] for run in runs]
-    _foretell(runs, cases, settings, device)
     total = len(runs) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
     with stage(progress, "bench", total, "round") as done:
@@ -108,34 +100,11 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
                     for entry, row in zip(figures, rows, strict=True):
                         entry["cases"].append(row)
             found += figures
-    _add_largest(runs, found, settings, device)
-    _add_ratios(found)
+    for entry in found:
+        entry["cases"].sort(key=lambda row: (row["batch"], row["context"]))
     order = None if len(runs) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
-
-
-def work_of(run: ModelRun, decoder: Decoder, cases: Sequence[Case], settings: BenchSettings) -> Work:
-    """The work of measuring a model in one runtime: without compilation, and without the search for the largest batch."""
-    total, rounds = decoder.load(), settings.rounds
-    for case in cases:
-        prefill = decoder.forward(case.batch * case.context, case.context, case.batch, 1)
-        step = decoder.forward(case.batch, case.context, passes=1)
-        step += Work(bytes=run.weight_bytes + _CACHE_READ * run.cache_bytes(*case))
-        total += (rounds + 1) * prefill + (1 + _WARM_UP + rounds * (1 + settings.steps)) * step
-    return total
-
-
-def _foretell(runs: Sequence[ModelRun], cases: Sequence[Case], settings: BenchSettings, device: torch.device) -> None:
-    """Say how long it takes."""
-    work, width = Work(), 0
-    for run in runs:
-        decoder = Decoder.of(run.source.config, run.source.trust_remote_code)
-        work, width = work + work_of(run, decoder, cases, settings), decoder.width
-    searched = settings.largest_batch and device.type != "cpu"
-    named = [("compilation", settings.compile), ("the search for the largest batch", searched)]
-    without = " and ".join(name for name, there in named if there)
-    foretell(work, device, width, runs[0].dtype, without)
 
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:
@@ -173,8 +142,8 @@ def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: tor
         if run.weight_bytes + cache > free:
             most = int((free - run.weight_bytes) // run.cache_bytes(1, case.context))
             raise Failure(
-                f"{run.source.name} at {case} takes {_gigabytes(run.weight_bytes)} of weights and {_gigabytes(cache)} "
-                f"of KV cache in {run.dtype}; {device} has {_gigabytes(free)} free",
+                f"{run.source.name} at {case} takes {bytes_text(run.weight_bytes)} of weights and {bytes_text(cache)} "
+                f"of KV cache in {run.dtype}; {device} has {bytes_text(free)} free",
                 hint=f"use --batch {most} or less at this context"
                 if most > 0
                 else "use a shorter --context or a smaller --dtype",
@@ -208,13 +177,13 @@ def _measure(
                 taken = timed(device, work.step, work.to_last, settings.steps)
             steps[index].append(sum(taken) / len(taken))
             done(1)
-    for index, row in enumerate(rows):
-        row |= _speed(row, models[index], workloads[index].cache_bytes, prefills[index], steps[index])
+    for row, prefill, step in zip(rows, prefills, steps, strict=True):
+        row |= {"prefill_seconds": spread(prefill), "step_seconds": spread(step)}
     return rows
 
 
 def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str, Any]:
-    """Everything but step times: the backend, the memory, the chunks of the prefill, the time of compilation."""
+    """Everything but times: the backend, the memory, the chunks of the prefill."""
     device, name = work.ids.device, run.source.name
     work.fill()
     work.check_cache(name, run.spec, run.dtype)
@@ -225,86 +194,34 @@ def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str
         "backend": backend,
         "backend_reason": reason,
         "prefill_chunk": work.chunk,
-        "compile_seconds": None,
-        "peak_prefill_bytes": _peak(work, work.to_start, work.prefill),
+        "cache_bytes": work.cache_bytes,
         # Before compilation, since replaying a CUDA graph allocates nothing.
-        "peak_decode_bytes": _peak(work, work.to_last, work.step),
-        "peak_reason": _NO_PEAK if device.type == "cpu" else None,
+        "peak_bytes": _peak(work),
     }
     if settings.compile:
         work.compile(settings.backend)
-        (found["compile_seconds"],) = timed(device, work.step, work.to_last, 1)
         work.check_logits(name, run.dtype)
     timed(device, work.step, work.to_last, _WARM_UP)
     return found
 
 
-def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> int | None:
-    """The peak bytes of tensors during `run` after `before`, with this model's weights and cache but no other model's."""
+def _peak(work: Workload) -> int | None:
+    """The peak bytes of tensors during a prefill and a step, with this model's weights and cache but no other model's."""
     device = work.ids.device
     if device.type != "cuda":
         return None
-    before()
+    work.to_start()
     torch.cuda.synchronize(device)
     idle = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run()
+    work.prefill()
+    work.to_last()
+    work.step()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - idle
     return weight_bytes(work.model) + work.cache_bytes + activations
 
 
-def _speed(row: dict[str, Any], model: Any, cache: int, prefills: list[float], steps: list[float]) -> dict[str, Any]:
-    """The figures that follow from the seconds of prefills and of steps, one of each per round."""
-    prefill, step = spread(prefills), spread(steps)
-    weights = _weights_read(model)
-    return {
-        "prefill_seconds": prefill,
-        "prefill_tokens_per_second": row["batch"] * row["context"] / prefill["median"],
-        "step_seconds": step,
-        "decode_tokens_per_second": row["batch"] / step["median"],
-        "cache_bytes": cache,
-        "cache_gb_per_second": cache / step["median"] / GIGABYTE,
-        "weights_and_cache_gb_per_second": None if weights is None else (weights + cache) / step["median"] / GIGABYTE,
-    }
-
-
-def _weights_read(model: Any) -> int | None:
-    """Bytes of weights that a decode step reads: all except an embedding that is not also the head; None with experts."""
-    if any(name.endswith(".experts") for name, _ in model.named_modules()):
-        return None  # the router decides how many are read
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.nbytes
-    return weight_bytes(model) - looked_up
-
-
 def _memory_for(run: ModelRun, case: Case) -> AbstractContextManager[None]:
     what = f"{run.source.name} at {case} in {run.dtype}"
     return memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic")
-
-
-def _add_largest(runs: Sequence[ModelRun], found: list[dict[str, Any]], settings: BenchSettings, device: torch.device) -> None:
-    """Add the largest batch that fits at each context, with one model in memory at a time, or the reason for none."""
-    for run, entry in zip(runs, found, strict=True):
-        sizes: dict[int, Largest]
-        contexts = sorted({row["context"] for row in entry["cases"]})
-        if device.type == "cpu" or not settings.largest_batch:
-            sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
-        else:
-            sizes = search(run, contexts, device)
-        for row in entry["cases"]:
-            row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
-
-
-def _add_ratios(found: list[dict[str, Any]]) -> None:
-    """Add the ratio of each model's tokens per second to those of the first."""
-    for entry in found:
-        entry["cases"].sort(key=lambda row: (row["batch"], row["context"]))
-    for entry in found:
-        for row, first in zip(entry["cases"], found[0]["cases"], strict=True):
-            for phase in ("prefill", "decode"):
-                row[f"{phase}_ratio"] = row[f"{phase}_tokens_per_second"] / first[f"{phase}_tokens_per_second"]
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / GIGABYTE:,.0f} GB" if size >= 100 * GIGABYTE else f"{size / GIGABYTE:.3g} GB"

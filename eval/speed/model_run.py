@@ -94,6 +94,5 @@ def describe(run: ModelRun, model: Any) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "dtype": run.dtype,
         "weight_bytes": weight_bytes(model),
-        "kv_bytes_per_token": run.spec.bytes_per_token(run.dtype),
         "cases": [],
     }

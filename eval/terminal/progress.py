@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 # Called as (stage, done, total, unit): first with done = 0, last with done = total.
@@ -35,3 +36,13 @@ def stage(progress: Progress, name: str, total: int, unit: str) -> Iterator[Call
         progress(name, count, total, unit)
 
     yield advance
+
+
+def duration(seconds: float) -> str:
+    """With two digits, for people: "12 minutes"."""
+    units = (("second", 1, 100), ("minute", 60, 100), ("hour", 3600, 48), ("day", 86400, math.inf))
+    unit, size = next((unit, size) for unit, size, most in units if seconds / size < most)
+    count = max(1.0, seconds / size)
+    digits = 0 if count >= 9.5 else 1
+    rounded = round(count, digits)
+    return f"{rounded:g} {unit}{'' if rounded == 1 else 's'}"

@@ -83,7 +83,7 @@ def test_the_demo_converts_evaluates_and_reports(
     names = [f"gqa-{groups}-{method}" for groups in (4, 1) for method in ("aligned", "mean")]
     names += [f"mla-48+16-{method}" for method in ("weighted", "pca")]
     there = {path.name for path in demo.iterdir()}
-    assert there == {*names, "report", "sweep.json", "calibration.txt"}
+    assert there == {*names, "report", "calibration.txt"}
     assert [entry["name"] for entry in others] == names
     (demo / "report" / "mine.txt").write_text("mine")
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4,))

@@ -21,7 +21,6 @@ from attention.errors import Refusal
 from convert import sweeping as module
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.output.workdir import WorkDirectory
 
 NAMES = [
     *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
@@ -165,7 +164,7 @@ def test_a_directory_of_the_user_that_is_named_as_the_survey_stays(
 def test_a_source_that_changes_between_conversions_is_refused(
     when: str, checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, name = checkpoint(), "execute" if when == "between" else "report_of"
+    source, name = checkpoint(), "convert" if when == "between" else "report_of"
     work = getattr(module, name)
 
     def changing(*given: Any, **more: Any) -> Any:
@@ -227,7 +226,7 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     import convert.execute.weights as execute
 
     owner, name, count = {
-        "between conversions": (module, "execute", 3),
+        "between conversions": (module, "convert", 3),
         "within one": (execute, "write_shard", 3),
         "while it evaluates": (module, "report_of", 1),
     }[place]
@@ -259,27 +258,6 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     assert results(out) == results(swept.out)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(module._Ledger, "note"), (WorkDirectory, "discard")], ids=["noted", "cleaned"])
-def test_a_result_that_is_whole_is_not_made_again(
-    owner: type, name: str, swept: Swept, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(self: Any, *given: Any) -> None:
-        if list((tmp_path / "out").glob("*.partial")):
-            raise KeyboardInterrupt
-
-    source, out, command = swept.source, tmp_path / "out", swept.command
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
-        assert convert("sweep", source, out, *command).exit_code == 130
-    finished = times_of(out)
-    assert len(finished) == 1
-    ok(convert("sweep", source, out, *command, "--resume"))
-    after = times_of(out)
-    assert all(after[name] == when for name, when in finished.items())
-    assert len(after) == len(json.loads((out / "sweep.json").read_text())["noted"]) == 4
-    assert not list(out.glob("*.partial"))
-
-
 KILLED = """
 import os, signal, sys
 import convert.execute.weights as execute
@@ -290,7 +268,7 @@ def dying(*arguments):
     count += 1
     if count == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    write(*arguments)
+    return write(*arguments)
 execute.write_shard = dying
 main(sys.argv[1:], prog_name="convert")
 """
@@ -306,7 +284,7 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.versions", lambda: {"torch": "another"})
+        patch.setattr("convert.execute.shared.versions", lambda: {"torch": "another"})
         with pytest.raises(pytest.fail.Exception, match="surveyed again"):
             convert(*command, "--resume", "--overwrite")
     shutil.rmtree(out / "gqa-1-aligned.partial")
@@ -332,7 +310,7 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
 ) -> None:
     out = swept.again(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "execute", lambda *_: pytest.fail("made again"))
+        patch.setattr("convert.converting.convert_layers", lambda *_: pytest.fail("made again"))
         assert ok(convert("sweep", swept.source, out, *swept.command, "--resume")).stdout == swept.said_of(out)
     times = times_of(out)
     more = ["--groups", "2,1", "--mla", "16+8", "--methods", "mean,aligned,svd", *swept.command[len(FEW) :]]
@@ -342,36 +320,15 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
     assert all(after[name] == when for name, when in times.items())
 
 
-def test_results_of_other_settings_are_made_again(swept: Swept, convert: Convert, held_out: list[Any], tmp_path: Path) -> None:
+def test_a_resumed_sweep_makes_again_only_what_other_settings_change(
+    swept: Swept, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
     out = swept.again(tmp_path)
-    before = times_of(out)
-    ok(convert("sweep", swept.source, out, *FEW, *calibrated_on(tmp_path, 128), *held_out, "--resume"))
-    changed = {name for name, when in times_of(out).items() if when != before[name]}
-    assert changed == {"gqa-2-aligned", "gqa-1-aligned"}
-
-
-def test_results_of_another_text_under_the_same_name_are_made_again(
-    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
-) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    ok(convert("sweep", source, out, *FEW, *on, *held_out))
-    before = times_of(out)
-    written_text(tmp_path / "text.txt", 5)
-    ok(convert("sweep", source, out, *FEW, *on, *held_out, "--resume"))
-    changed = {name for name, when in times_of(out).items() if when != before[name]}
-    assert changed == {"gqa-2-aligned", "gqa-1-aligned"}
-
-
-def test_results_of_another_source_under_the_same_name_are_made_again(
-    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
-) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    ok(convert("sweep", source, out, *FEW, *held_out))
-    before = times_of(out)
-    checkpoint(rms_norm_eps=0.1)
-    ok(convert("sweep", source, out, *FEW, *held_out, "--resume"))
-    after = times_of(out)
-    assert all(after[name] != before[name] for name in after)
+    before, command = times_of(out), ["sweep", swept.source, out, *FEW, *calibrated_on(tmp_path, 128), *held_out, "--resume"]
+    refused(convert(*command), 2, "gqa-2-aligned exists already, and was made by another command")
+    assert times_of(out) == before
+    ok(convert(*command, "--overwrite"))
+    assert {name for name, when in times_of(out).items() if when != before[name]} == {"gqa-2-aligned", "gqa-1-aligned"}
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

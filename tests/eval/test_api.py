@@ -135,7 +135,7 @@ def test_measurements_are_returned_and_nothing_is_printed(
     found = bench([pair[0], str(pair[1])], batch=[1, 2], **SHORT, output=tmp_path / "speed", progress=note(seen))
     assert [entry["kind"] for entry in found["models"]] == ["GQA-4", "GQA-2"]
     assert [(row["batch"], row["context"]) for row in found["models"][0]["cases"]] == [(1, 16), (2, 16)]
-    assert {path.name for path in (tmp_path / "speed").iterdir()} == {"bench.json", "bench.md", "bench.svg"}
+    assert {path.name for path in (tmp_path / "speed").iterdir()} == {"bench.json"}
     assert json.loads((tmp_path / "speed" / "bench.json").read_text()) == found
     assert capsys.readouterr().out == ""
     assert seen == [("bench", done, 8, "round") for done in range(9)]

@@ -146,7 +146,7 @@ def wrong(work: Work, output: Path, expected: dict[str, dict[str, str]], after: 
 
 def main(count: int = 50, seed: int = 0, commands: Sequence[str] = COMMANDS) -> list[str]:
     """Kill each of some commands `count` times; what went wrong."""
-    for name in ("torch", "transformers", "convert.execute.run", "convert.sweeping"):
+    for name in ("torch", "transformers", "convert.converting", "convert.sweeping"):
         importlib.import_module(name)  # before any fork
     draw, found = random.Random(seed), list[str]()
     with tempfile.TemporaryDirectory() as temporary:

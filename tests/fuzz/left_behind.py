@@ -200,7 +200,7 @@ def prepared(kind: str, root: Path) -> Work:
     if kind == "sweep":
         done(*sweep)
         shutil.rmtree("out/report")
-        return Work(root, lambda root: [root / "out" / "sweep.json", *root.glob("out/*/*.json")], (*sweep, "--resume"), None)
+        return Work(root, lambda root: sorted(root.glob("out/*/*.json")), (*sweep, "--resume"), None)
     if kind == "recipe":
         done(*mqa)
         return Work(

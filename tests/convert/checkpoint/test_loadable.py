@@ -13,7 +13,6 @@ from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
 from convert.checkpoint.loadable import require_loadable
-from convert.output.workdir import WorkDirectory
 from convert.planning.targets import GroupedTarget
 from eval.inputs.reader import TensorInfo
 
@@ -88,7 +87,7 @@ def test_what_would_not_load_whole_is_refused_before_any_work(
     change, config, message = BROKEN[case]
     source = damage(checkpoint(tie_word_embeddings=False), change)
     edit(source, **config)
-    monkeypatch.setattr(WorkDirectory, "opened", lambda *_: pytest.fail("the work has begun"))
+    monkeypatch.setattr("convert.converting.writing", lambda *_: pytest.fail("the work has begun"))
     result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
     left_nothing(result, 1, message, tmp_path / "out")
     assert len(result.stderr.splitlines()) == 2, "an error and a hint"

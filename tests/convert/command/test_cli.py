@@ -56,6 +56,18 @@ def test_what_libraries_print_is_not_on_stdout(
     assert "noise\n" in result.stderr
 
 
+@pytest.mark.parametrize(("policy", "spins"), [(None, "1000"), ("ACTIVE", None)])
+def test_threads_wait_briefly_unless_the_user_says_how(
+    policy: str | None, spins: str | None, convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("GOMP_SPINCOUNT", None), ("OMP_WAIT_POLICY", policy)):
+        monkeypatch.setenv(name, value or "")  # so that what the command sets is undone
+        if value is None:
+            monkeypatch.delenv(name)
+    convert("families")
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 @pytest.mark.slow
 def test_results_reach_a_stdout_that_takes_ascii_alone(checkpoint: Make, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "convert.command.cli", "mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"]
@@ -124,8 +136,8 @@ def test_bench_measures_and_writes(checkpoint: Make, convert: Convert, tmp_path:
     assert json.loads((out / "bench.json").read_text()) == report
     refused(convert("bench", source, *sizes, "--output", out), 2, "bench.json exists")
     again = convert("bench", source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
-    assert again.stdout == (out / "bench.md").read_text() + "\n"
-    assert f"report: {out / 'bench.md'}" in again.stderr
+    assert again.stdout.startswith("| batch | context | model ")
+    assert f"report: {out / 'bench.json'}" in again.stderr
 
 
 def test_an_interrupted_bench_writes_nothing(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from convert.command.console import Bars, Lines, console
+from eval.terminal.progress import duration
 
 
 def test_a_long_stage_says_now_and_then_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +85,24 @@ def test_quiet_prints_nothing(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     progress = console(False, True)
-    logger.info("takes about 12 minutes on cpu")
+    logger.info("takes about 1.2 GB of memory on cpu")
     progress("fit", 0, 2, "layer")
     assert capsys.readouterr().err == ""
     console(False, False)
-    logger.info("takes about 12 minutes on cpu")
-    assert capsys.readouterr().err == "info: takes about 12 minutes on cpu\n"
+    logger.info("takes about 1.2 GB of memory on cpu")
+    assert capsys.readouterr().err == "info: takes about 1.2 GB of memory on cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.01, "1 second"),
+        (7.26, "7.3 seconds"),
+        (99.6, "100 seconds"),
+        (725, "12 minutes"),
+        (6000, "1.7 hours"),
+        (2e7, "231 days"),
+    ],
+)
+def test_durations_have_two_digits(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

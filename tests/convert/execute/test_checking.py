@@ -142,7 +142,7 @@ def test_a_repeated_conversion_reads_what_was_written(
     def other(*args: Any) -> torch.Tensor:
         raise AssertionError("it is not written again")
 
-    monkeypatch.setattr("convert.execute.run.own_text", other)
+    monkeypatch.setattr("convert.execute.shared.own_text", other)
     again = convert("run", tmp_path / "out", tmp_path / "again")
     assert again.exit_code == 0, again.output
     same_but_for_the_run(tmp_path / "out", tmp_path / "again")
@@ -175,7 +175,7 @@ def test_several_texts_share_the_tokens(checkpoint: Make, letters: Path, tmp_pat
     finished = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common, "--resume")
     assert "is finished already" in finished.stderr
     other = convert("gqa", source, out, "--text", letters, *common, "--resume")
-    assert "made by another recipe" in other.stderr
+    assert "made by another command" in other.stderr
     again = gqa(source, tmp_path / "again", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768})
     assert again.provenance["calibration_hash"] == provenance["calibration_hash"]
 
@@ -235,7 +235,7 @@ def test_other_shares_are_another_conversion(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.decide", stopped)
+        patch.setattr("convert.execute.layers.decide", stopped)
         assert convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1").exit_code == 130
     other = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume")
     assert other.exit_code == 2
@@ -244,7 +244,8 @@ def test_other_shares_are_another_conversion(
     assert done.exit_code == 0
     assert "short.txt has 32 of the 256 tokens of its share" in done.stderr
     assert (
-        "made by another recipe" in convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume").stderr
+        "made by another command"
+        in convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume").stderr
     )
 
 

@@ -107,5 +107,5 @@ def test_a_copy_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -
 def test_a_latent_without_a_size_takes_half_of_the_cache(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     given = "mla", checkpoint(), tmp_path / "out", "--method", "svd", "--no-text", "--dry-run", "--json"
     plan = json.loads(ok(convert(*given)).stdout)
-    assert plan == json.loads(ok(convert(*given, "--kv-budget", "50%")).stdout) | {"expected_seconds": plan["expected_seconds"]}
+    assert plan == json.loads(ok(convert(*given, "--kv-budget", "50%")).stdout)
     assert 2 * plan["kv_bytes_per_token_after"] <= plan["kv_bytes_per_token_before"]

@@ -156,7 +156,7 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
-    there = {path.name for path in (tmp_path / "out.partial" / "survey").glob("layer-*.safetensors")}
+    there = {path.name for path in (tmp_path / "out.partial" / "steps").glob("layer-*.safetensors")}
     again: list[LayerStream] = []
     with monkeypatch.context() as patch:
         patch.setattr(Shelf, "put", lambda self, layer, *what: made.append(layer) or put(self, layer, *what))
@@ -189,7 +189,7 @@ def test_a_layer_whose_file_lost_its_end_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(Layer, "of", interrupted)
         assert convert(command, source, tmp_path / "out", *options).exit_code == 130
-    (damaged,) = (tmp_path / "out.partial" / "survey").glob(f"{name}.safetensors")
+    (damaged,) = (tmp_path / "out.partial" / "steps").glob(f"{name}.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-7])
     ok(convert(command, source, tmp_path / "out", *options, "--resume"))
     ok(convert(command, source, tmp_path / "whole", *options))
@@ -212,7 +212,7 @@ def test_inputs_that_a_crash_left_as_zeros_are_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(LayerStream, "advance", interrupted)
         assert convert("mla", source, tmp_path / "out", *options).exit_code == 130
-    damaged = list((tmp_path / "out.partial" / "survey").glob(f"{spool}-[0-9]"))
+    damaged = list((tmp_path / "out.partial" / "steps").glob(f"{spool}-[0-9]"))
     assert damaged
     for file in damaged:
         file.write_bytes(bytes(file.stat().st_size))

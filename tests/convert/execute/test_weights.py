@@ -112,11 +112,11 @@ def test_a_full_disk_leaves_the_work_for_resume(
     source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
     written = []
 
-    def fills_up(path: Path, *rest: Any) -> None:
+    def fills_up(path: Path, *rest: Any) -> str:
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, *rest)
         written.append(path)
+        return write(path, *rest)
 
     write = execute.write_shard
     with monkeypatch.context() as patch:
@@ -186,12 +186,12 @@ def test_a_survey_under_way_outlives_a_disk_that_is_still_full(
     with monkeypatch.context() as patch:
         patch.setattr("convert.execute.weights.write_shard", full)
         assert convert("mla", source, tmp_path / "out", *options).exit_code == 1
-    found = {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()}
+    found = {file.name for file in (tmp_path / "out.partial" / "steps").iterdir()}
     assert found
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
         again = convert("mla", source, tmp_path / "out", *options, "--resume")
     assert again.exit_code == 1
     assert "then use --resume" in again.stderr
-    assert {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()} == found
+    assert {file.name for file in (tmp_path / "out.partial" / "steps").iterdir()} == found
     ok(convert("mla", source, tmp_path / "out", *options, "--resume"))

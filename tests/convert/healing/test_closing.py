@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_bytes(
         if at == "trained":
             patch.setattr("convert.healing.training.Trainer.step", after(7, Trainer.step))
         if at == "damaged":
-            patch.setattr("convert.execute.run.checked", stop)
+            patch.setattr("convert.converting.checked", stop)
         if at == "kept":
             patch.setattr(States, "save", after(3, States.save))
         with pytest.raises(Interrupted):
@@ -217,5 +217,5 @@ def test_a_sweep_that_resumes_heals_what_it_has_not(checkpoint: Make, text: Path
 
     sizes = {"calibration_tokens": 1024, "calibration_context": 32}
     assert swept(**sizes) == [None]
-    (found,) = swept(heal=512, resume=True, **sizes)
+    (found,) = swept(heal=512, resume=True, overwrite=True, **sizes)
     assert found["tokens"] == 512

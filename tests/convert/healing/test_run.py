@@ -20,7 +20,6 @@ from attention.models import AUTO_MAP, CODE, unlike_ours
 from convert import heal, mla, mqa
 from convert.healing.plan import start_rate
 from convert.healing.training import Trainer
-from convert.output.workdir import WorkDirectory
 from eval import evaluate
 from eval.report.quality import _remarks
 
@@ -232,7 +231,6 @@ def stopping(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -
 def test_a_stopped_run_ends_as_one_that_was_not(
     step: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Interrupted
 
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, step, KeyboardInterrupt())
@@ -289,7 +287,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_state_does_not_count(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    from attention.errors import Interrupted
 
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, 7, KeyboardInterrupt())
@@ -462,27 +459,6 @@ def test_provenance_of_another_shape_does_not_stop_the_card(
     assert "## Loading" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_damaged_provenance_of_a_published_healing_is_refused(
-    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish = WorkDirectory.publish
-
-    def stopped(work: WorkDirectory) -> None:
-        publish(work)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WorkDirectory, "publish", stopped)
-        with pytest.raises(Interrupted):
-            heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
-    (tmp_path / "out" / "conversion.json").write_text("{")
-    with pytest.raises(Refusal, match="is damaged: it has no recipe"):
-        heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
-    done = heal(converted, tmp_path / "out", text=text, overwrite=True, **(SIZES | {"tokens": 64}))
-    assert done.provenance == json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert not (tmp_path / "out.partial").exists()
-
-
 def test_the_curve_is_beside_the_weights(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, **SIZES)
     lines = (tmp_path / "out" / "healing.jsonl").read_text().splitlines()
@@ -552,7 +528,7 @@ def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path
 def test_states_outlive_a_resumed_run_that_fails(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure, Interrupted
+    from attention.errors import Failure
 
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, 7, KeyboardInterrupt())
@@ -591,17 +567,11 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
     assert done.curve == plain.curve
 
 
-def test_a_finished_run_on_another_text_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
-    heal(converted, tmp_path / "out", text=text, **SIZES)
-    with pytest.raises(ValueError, match="was trained on another text"):
-        heal(converted, tmp_path / "out", text=["another text " * 500], resume=True, **SIZES)
-
-
 def test_a_run_that_stopped_early_stays_so_when_resumed(
     checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attention.errors import Failure
-    from convert.output import life
+    from convert.output import evaluation
 
     uphill(monkeypatch)
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
@@ -612,7 +582,7 @@ def test_a_run_that_stopped_early_stays_so_when_resumed(
         raise Failure("no evaluation today")
 
     with monkeypatch.context() as patched:
-        patched.setattr(life, "report_of", failing)
+        patched.setattr(evaluation, "report_of", failing)
         with pytest.raises(Failure, match="the healing is done, its evaluation failed"):
             heal(tmp_path / "mla", tmp_path / "out", text=text, evaluate=text, **SIZES)
     stopping(monkeypatch, whole.curve[-1]["step"], AssertionError("it trains on"))

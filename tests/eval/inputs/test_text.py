@@ -18,7 +18,7 @@ from tiny import save_tokenizer, sentencepiece_style
 
 from attention.errors import Failure, Refusal
 from eval.inputs import large_file
-from eval.inputs.text import Text, Tokens, about_tokens, load_dataset, read_file, tokenize
+from eval.inputs.text import Text, Tokens, load_dataset, read_file, tokenize
 
 
 @pytest.fixture
@@ -251,11 +251,3 @@ def test_a_megabyte_is_encoded_whole_in_seconds_by_a_sentencepiece_style_tokeniz
     assert time.perf_counter() - started < 20
     assert tokens.per_byte < 0.6
     assert tokenizer.decode(tokens.ids) == text
-
-
-def test_the_size_of_a_text_tells_about_how_many_tokens_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("1234" * 100)
-    assert about_tokens(path) == about_tokens(["1234" * 60, "1234" * 40]) == 100
-    assert about_tokens(path, 30) == about_tokens(None, 30) == 30
-    assert about_tokens(None) == about_tokens(tmp_path / "none.txt") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import tempfile
 import weakref
@@ -337,6 +338,14 @@ def test_weights_that_are_no_floats_fail(dtype: torch.dtype, pair: list[Source])
     save_file(tensors | {name: tensors[name].to(dtype)}, path, {"format": "pt"})
     with pytest.raises(Failure, match=rf"{name} of .*small is stored as [IF]\d"):
         report_of(pair, TEXT, SHORT)
+
+
+def test_a_large_model_is_named_when_it_begins_to_load(
+    pair: list[Source], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eval.inputs.loading._MOMENT", 0)
+    with caplog.at_level(logging.INFO, "kvfold"), load(pair[1], device="cpu"):
+        assert f"load {pair[1].name}: 0.0 GB" in caplog.messages
 
 
 def test_a_damaged_file_fails_with_its_model(pair: list[Source]) -> None:

@@ -1,0 +1,88 @@
+"""A conversion, from its plan to the checkpoint at OUTPUT: the order of the work."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from attention.errors import KvfoldError
+from convert.execute.card import model_card
+from convert.execute.checking import Sample, checked
+from convert.execute.conversion import Conversion
+from convert.execute.inputs import decided, healing_of, inputs_of
+from convert.execute.job import Job, device_of
+from convert.execute.layers import convert_layers, loadable_manifest, reader_of
+from convert.execute.provenance import with_healing
+from convert.execute.shared import directory_of, statistics_directory, written
+from convert.healing.closing import heal_result
+from convert.launch import require_alone
+from convert.output.companions import write_own_text
+from convert.output.evaluation import evaluated
+from convert.output.writing import Work, writing
+from convert.planning.base import Plan
+from convert.planning.calibration import GivenTexts
+from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.text import Text
+from eval.quality.evaluation import prepare
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent
+
+_log = logging.getLogger("kvfold")
+_LESS_MEMORY = (
+    "free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with text, a shorter "
+    "--calibration-context"
+)
+
+
+def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = silent, shared: Path | None = None) -> Conversion:
+    """Write the plan's checkpoint.
+
+    Args:
+        plan: From `convert.planning`.
+        evaluate_on: Held-out text; its perplexity goes into the model card.
+        progress: Called with the progress of each stage.
+        shared: A directory that keeps what is made of the source alone for other conversions; None to keep nothing.
+
+    Raises:
+        Refusal: Several processes were launched to call this.
+        KvfoldError: As of `convert.output.writing.writing`.
+    """
+    require_alone("a conversion")
+    source, settings, device = plan.source, EvaluationSettings(device=plan.device), device_of(plan)
+    held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
+    texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
+    if held_out and texts:
+        warn_of_overlap(held_out, texts.whole, "calibration")
+    reader = reader_of(plan)
+    manifest = loadable_manifest(plan, reader)
+    with writing("conversion", plan.output, [source], inputs_of(plan, texts), healing_of(plan)) as work:
+        if work.provenance:
+            return Conversion(decided(plan, work.provenance), work.provenance)
+        own_texts = directory_of(plan, work, shared)
+        text = texts.with_own(written(plan, own_texts, progress)) if texts else None
+        if text:
+            for remark in text.remarks(plan.channels):
+                _log.warning(remark)
+            if text.own is not None:
+                write_own_text(work.path, text.own)
+        job = Job(plan, reader, work, text, device, progress, statistics_directory(plan, work, text, shared))
+        with work.kept_without_memory(device, _LESS_MEMORY):
+            plan, provenance = convert_layers(job, manifest)
+        healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
+        check = None if plan.target.copies else _checked(plan, work, texts, own_texts, progress)
+        provenance = with_healing(provenance, healing) | {"check": check}
+        if evaluate_on:
+            seen, models = text.tokens if text else None, {"source": source}
+            provenance["evaluation"] = evaluated(work, provenance, models, "converted", evaluate_on, settings, seen, progress)
+        return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
+
+
+def _checked(plan: Plan, work: Work, texts: GivenTexts | None, own_texts: Path, progress: Progress) -> dict[str, Any] | None:
+    """The result's loss on texts that were not fitted."""
+    others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
+    try:
+        return checked(plan, work.path, others, device_of(plan), own_texts, progress)
+    except KvfoldError:
+        work.keep()  # the weights are complete
+        raise

@@ -1,0 +1,52 @@
+"""What the bytes of a conversion depend on, and the plan that its text has chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from convert.execute.job import device_of
+from convert.output.destination import without_text
+from convert.output.provenance import versions
+from convert.planning.base import Plan
+from convert.planning.calibration import GivenTexts
+from convert.planning.targets import LatentTarget
+from eval.inputs.reader import fingerprint
+from eval.machine.device import rough
+
+
+def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
+    """Everything that the result's bytes depend on but its healing, which a resumed run may leave out."""
+    return {
+        **_settings(plan),
+        "splits": [_settings(split) for split in splits_of(plan)],
+        "device": str(device_of(plan)),
+        "rough_products_in": str(rough(device_of(plan))),
+        "config": plan.source.raw,
+        "files": fingerprint(plan.source.files),
+        "calibration_hashes": texts.hashes if texts else [],
+        "rows_to_write": plan.calibration.rows_to_write if plan.calibration else 0,
+        "versions": versions(),
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    ((command, options),) = plan.recipe().items()
+    return {"command": command, **without_text(options), "heal": None}
+
+
+def healing_of(plan: Plan) -> dict[str, Any]:
+    """The input that a resumed run may leave out: the tokens of its healing."""
+    return {"heal": plan.calibration.heal if plan.calibration else None}
+
+
+def decided(plan: Plan, provenance: dict[str, Any]) -> Plan:
+    """The plan with the choices that its provenance states."""
+    plan = next((split for split in splits_of(plan) if split.recipe() == provenance.get("recipe")), plan)
+    if (ranks := provenance.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
+        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
+    return plan
+
+
+def splits_of(plan: Plan) -> list[Plan]:
+    """The plans among which the text decides."""
+    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []

@@ -1,0 +1,76 @@
+"""Evaluates a complete checkpoint in its work directory, beside the models that it was made from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from attention.errors import Failure, Refusal
+from attention.formats import rounding_of
+from attention.spec import AttentionSpec
+from convert.output.provenance import write_provenance
+from convert.output.writing import Work
+from eval.inputs.source import Source
+from eval.inputs.text import Text, Tokens
+from eval.quality.evaluation import report_of
+from eval.quality.origin import is_cached_in, stated_cache
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress
+
+_log = logging.getLogger("kvfold")
+
+
+def evaluated(
+    work: Work,
+    provenance: Mapping[str, Any],
+    models: Mapping[str, Source],
+    label: str,
+    text: Text,
+    settings: EvaluationSettings,
+    seen: Tokens | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The entry `evaluation` of conversion.json.
+
+    Args:
+        work: Holds the checkpoint, all but its card. It is kept if the evaluation fails.
+        provenance: Of the checkpoint. The report reads method, text and healing from it.
+        models: The checkpoints that it was made from, by the names that the report gives them; the source first.
+        label: The name that the report gives the checkpoint.
+        text: The held-out text.
+        settings: How to evaluate.
+        seen: The text that the checkpoint was fitted to, which would flatter an evaluation; None if that is not compared.
+        progress: Called with the progress of each stage.
+
+    Raises:
+        Failure: The evaluation failed. `--resume` without `--evaluate` publishes the checkpoint.
+    """
+    work.keep()
+    write_provenance(work.path, provenance)
+    made_from = [replace(model, label=name) for name, model in models.items()]
+    result = replace(Source.parse(str(work.path), made_from[0].trust_remote_code), label=label)
+    settings = replace(settings, cache_dtypes=_formats(provenance, (*made_from, result)))
+    try:
+        report = report_of([*made_from, result], text, settings, seen, progress)
+    except (Refusal, Failure) as error:
+        raise Failure(
+            f"the {work.noun} is done, its evaluation failed: {error}",
+            hint="the same command with --resume and without --evaluate publishes it",
+        ) from error
+    for entry in report["models"]:  # the name of the work directory does not get into it
+        entry["path"] = "OUTPUT" if entry["path"] == result.reference else entry["path"]
+    return report
+
+
+def _formats(provenance: Mapping[str, Any], models: Sequence[Source]) -> tuple[str, ...]:
+    """The format of the cache that the result was made for, if it was, and if the caches of all models can have it."""
+    form = stated_cache(dict(provenance))
+    if form is None or rounding_of(form) is None:
+        return ()
+    for model in (model for model in models if is_cached_in(model, form)):
+        if not AttentionSpec.from_config(model.config).takes(form):
+            _log.warning("evaluated without caches in %s, which %s cannot have", form, model.reference)
+            return ()
+    return (form,)
