@@ -1,4 +1,4 @@
-"""The plots of reports, as SVG. The same figures give the same bytes."""
+"""The plot of a report, as SVG. The same figures give the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Model = dict[str, Any]
 
-MARKERS = "osD^vPX<>*hpd"
+_MARKERS = "osD^vPX<>*hpd"
 _SIZE = (760, 440)  # pixels
 _ROW = 18  # pixels of a row of the legend
 _STYLE = {
@@ -28,7 +28,7 @@ _STYLE = {
 }
 
 
-def drawn(draw: Callable[[Figure, Axes], object], rows: int = 0) -> str:
+def _drawn(draw: Callable[[Figure, Axes], object], rows: int) -> str:
     """An SVG; `draw` draws into the figure and its axes. It grows with the `rows` of a legend beside the axes."""
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ def to_svg(models: Sequence[Model]) -> str:
         for point, model in zip(points, models, strict=True):
             colour = "black" if model is models[0] else f"C{series.index(_series(model)) % 10}"
             axes.plot(*point, _marker(kinds, model["kind"]), color=colour)
-        log_x, log_y = scale(axes, 0, [x for x, _ in points]), scale(axes, 1, [y for _, y in points])
+        log_x, log_y = _scale(axes, 0, [x for x, _ in points]), _scale(axes, 1, [y for _, y in points])
         axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
         axes.set_ylabel(f"perplexity{' (log scale)' if log_y else ''}")
         ring = Line2D([], [], color="black", marker="o", markerfacecolor="none", markersize=12, linestyle="", label="source")
@@ -68,17 +68,17 @@ def to_svg(models: Sequence[Model]) -> str:
         marks = [Line2D([], [], color="black", marker=_marker(kinds, kind), linestyle="", label=kind) for kind in kinds]
         figure.legend(handles=[ring, *lines, *marks], loc="outside right upper")
 
-    return drawn(draw, 1 + len(series) + len(kinds))
+    return _drawn(draw, 1 + len(series) + len(kinds))
 
 
 def _series(model: Model) -> str:
     """What a colour stands for: a method and the format of the cache, or the source in any format."""
     method, form = model["method"], cache_format(model)
-    return series_label(f"{method}, {form} cache" if method and form else method or "not converted")
+    return _label(f"{method}, {form} cache" if method and form else method or "not converted")
 
 
 def _marker(kinds: list[str], kind: str) -> str:
-    return MARKERS[kinds.index(printable(kind)) % len(MARKERS)]
+    return _MARKERS[kinds.index(printable(kind)) % len(_MARKERS)]
 
 
 def _unit(smallest: float) -> tuple[int, str]:
@@ -87,13 +87,13 @@ def _unit(smallest: float) -> tuple[int, str]:
     )
 
 
-def series_label(text: str) -> str:
+def _label(text: str) -> str:
     """A series' name in a legend. matplotlib leaves out those whose label begins with an underscore."""
     shown = printable(text)
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def scale(axes: Axes, which: int, values: list[float]) -> bool:
+def _scale(axes: Axes, which: int, values: list[float]) -> bool:
     """Make axis `which` (0: x, 1: y) logarithmic if the values span a factor of four; whether it is. A linear x begins at 0."""
     from matplotlib.ticker import LogLocator
 

@@ -21,7 +21,3 @@ def test_the_registry_names_each_method_of_merging_heads_by_its_module(method: s
     assert found.name == method
     assert found.summary
     assert found.source.startswith("arXiv:") or method == "aligned"
-
-
-def test_only_methods_that_can_tell_have_a_partition() -> None:
-    assert [name for name in GROUPED if load_grouped(name).partition] == ["aligned"]
