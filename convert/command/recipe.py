@@ -25,8 +25,8 @@ _LONGEST_INTEGER = 64  # bits
 _FORM = "gqa: {model: …, output: …, groups: 8}"
 _QUOTE = "put quotes around a word that YAML takes for something else"
 
-# They replace or delete what is there: results of `demo`, code, unpacked files.
-_NEVER = ("run", "cache", "demo", "refresh")
+# They replace or delete what is there: results of `demo`, code.
+_NEVER = ("run", "demo", "refresh")
 
 Step = tuple[str, dict[str, Any]]
 

@@ -10,7 +10,6 @@ another file in its place, or none):
 - cache: of what a teacher said; another `heal` follows
 - sweep: of the results of a sweep; `sweep --resume` follows
 - gguf: the header of a GGUF file; `inspect` follows
-- unpacked: of what a GGUF file was unpacked to; `mqa` follows
 - recipe: conversion.json; `run --dry-run` follows
 - provenance: conversion.json; `heal --dry-run` follows
 
@@ -211,14 +210,11 @@ def prepared(kind: str, root: Path) -> Work:
     if kind == "provenance":
         return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
     write(Path("model.gguf"), model_of("llama"))
-    if kind == "gguf":
-        return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
-    done("inspect", "model.gguf")
-    assert kind == "unpacked"
-    return Work(root, everything("cache/kvfold"), ("mqa", "model.gguf", "out", "--method", "mean", "-q"), "out")
+    assert kind == "gguf"
+    return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
 
 
-KINDS = ("state", "conversion", "cache", "sweep", "gguf", "unpacked", "recipe", "provenance")
+KINDS = ("state", "conversion", "cache", "sweep", "gguf", "recipe", "provenance")
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------

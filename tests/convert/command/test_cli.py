@@ -223,7 +223,7 @@ def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tm
     [
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5')"),
-        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "is its head normalised?"),
+        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "normalises its head"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "makes keys of 8 heads, and its class repeats those of 4"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "its class is code of its own"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
@@ -484,6 +484,10 @@ def test_what_reads_no_model_imports_no_torch(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_was_removed_says_what_to_do(convert: Convert) -> None:
+    refused(convert("cache", "clear"), 2, "cache was removed: nothing is kept between runs")
 
 
 @pytest.mark.parametrize("name", main.commands)
