@@ -199,7 +199,7 @@ class GgufFile:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         _ = self.raw  # refuses what transformers ignores, before weights are read
-        with self._read_by_transformers() as where, contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting hides
+        with self._read_by_transformers() as where, _without_bars():
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=getattr(torch, self.dtype),
@@ -210,7 +210,8 @@ class GgufFile:
         self._refuse([f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names])
         model.config.architectures = [type(model).__name__]
         try:
-            model.save_pretrained(directory)
+            with _without_bars():
+                model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             if licence := self.keys.get("general.license"):
                 (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
@@ -306,6 +307,11 @@ class GgufFile:
         if problems:
             listed = ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
+
+
+def _without_bars() -> contextlib.AbstractContextManager[Any]:
+    """Where transformers draws bars that no setting hides."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _computed(config: Any) -> dict[str, Any]:

@@ -167,7 +167,6 @@ def main(count: int = 50, seed: int = 0, commands: Sequence[str] = COMMANDS) -> 
             expected = {result: content(output / result) for result in work.results}
             for _ in range(count):
                 shutil.rmtree(output)
-                shutil.rmtree(directory / "cache", ignore_errors=True)
                 found += wrong(work, output, expected, draw.uniform(0, took))
                 shutil.rmtree(directory / "out.partial", ignore_errors=True)
             shutil.rmtree(output, ignore_errors=True)
