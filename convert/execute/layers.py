@@ -37,9 +37,7 @@ def reader_of(plan: Plan) -> Reader:
     source = plan.source
     # Of a decoder inside another model, files and classes name what is around it differently.
     inside = source.decoder is not source.config and not plan.family.needs_code
-    return source.reader(
-        partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed
-    )
+    return source.reader(partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed)
 
 
 def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:

@@ -57,7 +57,6 @@ _QUANTISED = "bfloat16"  # what quantised weights become
 _MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
 _TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _ORIGINAL = "convert the checkpoint that it was made from"
-_OURS = ".kvfold"  # in a directory that one run makes beside OUTPUT
 
 
 @dataclass(eq=False)
@@ -161,32 +160,6 @@ class GgufFile:
             self._directory = place
         return self._directory
 
-    @contextlib.contextmanager
-    def unpacked_beside(self, output: Path) -> Iterator[None]:
-        """Within the block, `directory` is OUTPUT.source, unless there is one already. The next run removes what a kill leaves.
-
-        Raises:
-            Refusal: Something else lies there; or as `unpack`.
-            Failure: As `unpack`.
-        """
-        place = output.resolve().with_name(f"{output.resolve().name}.source")
-        if self._directory is not None:
-            yield
-            return
-        if place.exists():
-            if not place.is_dir() or (not (place / _OURS).exists() and any(place.iterdir())):
-                raise Refusal(f"{place} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
-            shutil.rmtree(place)
-        place.mkdir(parents=True)
-        (place / _OURS).touch()
-        try:
-            self.unpack(place)
-            self._directory = place
-            yield
-        finally:
-            self._directory = None
-            shutil.rmtree(place, ignore_errors=True)
-
     def unpack(self, directory: Path) -> None:
         """Write the checkpoint of a file into a directory; it takes the memory of all its weights.
 
@@ -218,7 +191,7 @@ class GgufFile:
         except (SafetensorError, OSError) as error:
             raise Failure(
                 f"cannot dequantise {self.path} into {directory}: {error}",
-                hint="is the disk full? TMPDIR may name a directory on another one, and so may OUTPUT",
+                hint="is the disk full? TMPDIR may name a directory on another one",
             ) from None
         size = sum(path.stat().st_size for path in directory.glob("*")) / 1e9
         _log.warning("%s is dequantised into %s (%.2f GB), which is removed at the end", self.path, directory, size)

@@ -139,7 +139,7 @@ def wrong(work: Work, output: Path, expected: dict[str, dict[str, str]], after: 
         for result in work.results
         if not code and content(output / result) != expected[result]
     ]
-    patterns = ("*.partial", "*.lock", "*.tmp", "*.source")
+    patterns = ("*.partial", "*.lock", "*.tmp")
     left = [path.name for place in (output.parent, output) for pattern in patterns for path in place.glob(pattern)]
     return found + ([f"{work.name}: {left} is left behind"] if left and not code else [])
 
