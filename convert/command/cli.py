@@ -21,6 +21,9 @@ from convert.launch import goes_on_alone, is_first, launched_count
 from eval import options as measured
 from eval.terminal.escapes import printable, printable_lines, shell_line
 
+# Commands of former versions, and what takes their place.
+_REMOVED = {"cache": "nothing is kept between runs; delete ~/.cache/kvfold, which earlier versions made"}
+
 
 class Commands(click.Group):
     """A group that turns known errors into one line, a hint and an exit code."""
@@ -53,6 +56,11 @@ class Commands(click.Group):
             click.echo("error: interrupted", err=True)
             ctx.exit(Interrupted.exit_code)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and (instead := _REMOVED.get(args[0])):
+            ctx.fail(f"{args[0]} was removed: {instead}")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of this file, with the main ones first
 
@@ -63,8 +71,7 @@ class Commands(click.Group):
 def main(ctx: click.Context) -> None:
     """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
-    MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
-    is first named.
+    MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file.
     """
     if "OMP_WAIT_POLICY" not in os.environ:  # threads of GNU OpenMP wait for microseconds, and leave the cores to other work
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -347,29 +354,6 @@ def run(context: click.Context, result: Path, output: Path, options: tuple[str, 
         raise Refusal(f"convert {name}, as {result} records it: {' '.join(error.format_message().split())}") from None
     with repeated:
         command.invoke(repeated)
-
-
-@main.command()
-@click.argument("action", type=click.Choice(("list", "clear")))
-@parameters.plain
-def cache(action: str, as_json: bool, **given: Any) -> None:
-    """List or clear what GGUF files and checkpoints of former model types were unpacked to.
-
-    Each is unpacked once, into $XDG_CACHE_HOME/kvfold or ~/.cache/kvfold. What has changed is unpacked again, in the
-    place of what it was.
-
-    Example: convert cache clear
-    """
-    from eval.inputs import unpacked
-
-    _console(given)
-    if action == "clear":
-        freed = unpacked.clear()
-        _show({"freed_bytes": freed}, f"{freed / 1e9:.2f} GB freed", as_json)
-        return
-    found = unpacked.entries()
-    lines = [f"{entry.nbytes / 1e9:8.2f} GB  {entry.file}" for entry in found] or ["nothing is unpacked"]
-    _show([entry.as_dict() for entry in found], "\n".join(lines), as_json)
 
 
 @main.command()

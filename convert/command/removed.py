@@ -6,6 +6,7 @@ _TASKS = "run lm-eval on `attention.load`, as docs/evaluation.md shows"
 
 OPTIONS = {
     "--grouping": "each group has heads that stand side by side",
+    "--largest-batch": "`convert plan` counts what fits",
     "--limit": _TASKS,
     "--q-lora-rank": "queries have full rank, in a latent of their own where --engine llama.cpp needs one",
     "--task-path": _TASKS,

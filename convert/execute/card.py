@@ -101,4 +101,4 @@ def _command(plan: Plan) -> str:
     ((command, options),) = plan.recipe().items()
     model = options.pop("model")
     given = as_options(plan.calibration.texts) if plan.calibration else {}
-    return command_line(command, plan.source.reference if plan.source.directory else model, options | given)
+    return command_line(command, model if plan.source.repository else plan.source.reference, options | given)

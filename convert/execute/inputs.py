@@ -10,7 +10,6 @@ from convert.output.provenance import versions
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
 from convert.planning.targets import LatentTarget
-from eval.inputs.reader import fingerprint
 from eval.machine.device import rough
 
 
@@ -22,7 +21,7 @@ def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
         "device": str(device_of(plan)),
         "rough_products_in": str(rough(device_of(plan))),
         "config": plan.source.raw,
-        "files": fingerprint(plan.source.files),
+        "files": plan.source.fingerprint,
         "calibration_hashes": texts.hashes if texts else [],
         "rows_to_write": plan.calibration.rows_to_write if plan.calibration else 0,
         "versions": versions(),

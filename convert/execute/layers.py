@@ -37,9 +37,7 @@ def reader_of(plan: Plan) -> Reader:
     source = plan.source
     # Of a decoder inside another model, files and classes name what is around it differently.
     inside = source.decoder is not source.config and not plan.family.needs_code
-    return Reader(
-        source.files, partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed
-    )
+    return source.reader(partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed)
 
 
 def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
@@ -79,7 +77,7 @@ def convert_layers(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         copy_code(job.work.path, decision.plan.target.host.code)
         if named:
-            name_tokenizer_class(job.work.path, named)
+            name_tokenizer_class(job.work.path, named, job.plan.source.tokenizer_code)
         written = _check_result(decision.plan, job.work)
         return decision.plan, provenance_of(decision, job.reader, manifest, layers, job.text, written.calibrated)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs

@@ -13,9 +13,8 @@ from convert.calibration.own_text import own_text
 from convert.execute.job import device_of
 from convert.output.provenance import versions
 from convert.output.writing import Work
-from convert.planning.base import Plan
+from convert.planning.base import Plan, location_of
 from convert.planning.calibration import CalibrationText
-from eval.inputs.reader import fingerprint
 from eval.terminal.progress import Progress
 
 
@@ -24,7 +23,7 @@ def directory_of(plan: Plan, work: Work, shared: Path | None, *of: Any) -> Path:
     if shared is None:
         return work.steps
     source = plan.source
-    made_from = [str(source.files), source.raw, fingerprint(source.files), *of, str(device_of(plan)), versions()]
+    made_from = [location_of(source), source.raw, source.fingerprint, *of, str(device_of(plan)), versions()]
     directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -19,7 +19,6 @@ from convert.healing.loss import Expected, Prediction, chunks
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 from convert.healing.team import Team
-from eval.inputs.reader import fingerprint
 from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
 
 _MADE_OF = "teacher.json"
@@ -62,7 +61,7 @@ class TeacherCache:
         """The cache of a plan's teacher on a text, made if it is not there."""
         made_of = {
             "model": plan.teacher.raw,
-            "weights": fingerprint(plan.teacher.files),
+            "weights": plan.teacher.fingerprint,
             "text": text.tokens.hash,
             "context": plan.context,
             "top-k": plan.options.top_k,

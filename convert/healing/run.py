@@ -32,7 +32,7 @@ from convert.output.writing import Work, writing
 from convert.planning.positions import limited
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.reader import SAFETENSORS, Reader, fingerprint
+from eval.inputs.reader import SAFETENSORS, Reader
 from eval.inputs.sealed import write_whole
 from eval.inputs.source import Source
 from eval.inputs.text import OWN_TEXT, Text
@@ -154,8 +154,8 @@ def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
         "device": str(compute_device(plan.device)),
         "computes_in": str(computes_in(plan)),
         "config": plan.converted.raw,
-        "files": fingerprint(plan.converted.files),
-        "teacher_files": fingerprint(plan.teacher.files),
+        "files": plan.converted.fingerprint,
+        "teacher_files": plan.teacher.fingerprint,
         "texts": [{"hash": one["hash"], "share": one["share"]} for one in texts.facts],
         "rows_to_write": texts.rows_to_write,
         "versions": versions(),

@@ -28,7 +28,7 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance
 from convert.output.lock import exclusive
 from convert.output.provenance import Clock, write_card, write_provenance
-from eval.inputs.reader import Reader, fingerprint
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 from eval.inputs.source import Source
 from eval.machine.device import out_of_memory
@@ -99,7 +99,11 @@ def watched(models: Sequence[Source]) -> Callable[[], None]:
     """What raises `Failure` once a weight file of the models is not as it is now: work is not to read two states of one."""
 
     def found() -> dict[str, list[int]]:
-        return {str(model.files / name): stat for model in models for name, stat in fingerprint(model.files).items()}
+        return {
+            model.reference if model.gguf else f"{model.reference}/{name}": stat
+            for model in models
+            for name, stat in model.fingerprint.items()
+        }
 
     before = found()
 
@@ -265,7 +269,7 @@ class Work:
         files = {
             ("" if model is self._models[-1] else "teacher/") + name: stat
             for model in self._models
-            for name, stat in fingerprint(model.files).items()
+            for name, stat in model.fingerprint.items()
         }
         run = self._clock.run(self._given.path, files) | {"inputs": self._digest}
         self.provenance = {**provenance, "run": run}

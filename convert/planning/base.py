@@ -226,7 +226,7 @@ def require_change(plan: Plan) -> None:
 
 def location_of(source: Source) -> str:
     """Where a checkpoint is, for a recipe that is read from another directory."""
-    path = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
+    path = source.gguf.path.absolute() if source.gguf else source.directory.resolve() if source.directory else None
     return str(path) if path else f"{source.repository}@{source.commit}"
 
 

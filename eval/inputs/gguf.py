@@ -1,7 +1,8 @@
-"""GGUF files as sources: an ordinary checkpoint of what transformers reads in one, dequantised.
+"""GGUF files as sources: what transformers reads in one, dequantised.
 
-transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE. Here they are refused. What it
-makes of a tokenizer may split text in another way than the original; the note says where that is known.
+transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE, and takes its class's defaults
+for what it does not read. Here both are refused, by what the file says and what the config of transformers would compute. What
+it makes of a tokenizer may split text in another way than the original; the note says where that is known.
 """
 
 from __future__ import annotations
@@ -9,30 +10,48 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
+import math
 import re
+import shutil
 import tempfile
+import weakref
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal, one_line
+from eval.inputs import config_rules
 from eval.inputs.gguf_header import require_sound
-from eval.inputs.unpacked import Unpacked, unpacked
 
-# Architectures whose weights were compared with what had been written.
-_READ = ("LLAMA", "QWEN2", "QWEN3")  # by the names of gguf.MODEL_ARCH
-# Keys that transformers reads, and those that a config of these architectures implies.
-_KEYS = {
-    "context_length", "block_count", "feed_forward_length", "embedding_length", "rope.dimension_count", "rope.freq_base",
-    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "vocab_size",
+_log = logging.getLogger("kvfold")
+# Keys of a header, without the architecture before them, and the names that configs have for what they say, of which the first
+# that is there counts. Other keys are refused.
+_MEANS = {
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "rope.dimension_count": ("rotary_dims",),
+    "rope.freq_base": ("rope_theta",),
+}
+# Sizes that tensors have: where they are wrong, weights do not fit. (The class need not be made for so many positions.)
+_SIZES = {
+    "context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size", "expert_count",
+    "expert_feed_forward_length", "expert_shared_feed_forward_length",
 }  # fmt: skip
-_TENSORS = re.compile(
-    r"(token_embd|output|output_norm|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down)))\.(weight|bias)"
-)
+# What llama.cpp takes for keys that are not there.
+_ABSENT = {"rope.freq_base": 10000.0, "attention.sliding_window": None}
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_HEAD_DIMS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
 _MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
@@ -40,9 +59,9 @@ _TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer
 _ORIGINAL = "convert the checkpoint that it was made from"
 
 
-@dataclass(frozen=True)
-class Described:
-    """The header of a file.
+@dataclass(eq=False)
+class GgufFile:
+    """A file, by its header.
 
     Attributes:
         path: The file.
@@ -57,13 +76,15 @@ class Described:
     tensors: Mapping[str, tuple[int, ...]]
     quantisation: str
     dtype: str
+    _directory: Path | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, path: Path) -> Described:
+    def of(cls, path: Path) -> GgufFile:
         """Read a header.
 
         Raises:
-            Refusal: It cannot be read, or is of an architecture whose reading was not checked.
+            Refusal: The package gguf is missing, the file is not a GGUF file, or its header is damaged.
+            Failure: It cannot be read.
         """
         try:
             from gguf import GGUFReader
@@ -83,18 +104,97 @@ class Described:
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:
                 sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
-        if str(keys.get("general.architecture")).upper() not in _READ or not sizes:
-            found = f"the architecture {keys.get('general.architecture')!r} and {len(reader.tensors)} tensors"
-            raise Refusal(f"{path} has {found}; kvfold reads GGUF files of {', '.join(_READ).lower()}", hint=_ORIGINAL)
+        if not isinstance(keys.get("general.architecture"), str) or not sizes:
+            raise Refusal(f"{path} holds no weights, or names no architecture", hint="download it again")
+        if keys.get("split.count", 1) > 1:
+            raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
         tensors = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
-        return cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
+        file = cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
+        file._require_sizes()
+        return file
 
     @property
     def note(self) -> str:
         changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
         return "; ".join((f"the source is a GGUF file{changed}", *self._cautions()))
+
+    @property
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Size and modification time of the file, by its name, which tell of a change."""
+        stat = self.path.stat()
+        return {self.path.name: [stat.st_size, stat.st_mtime_ns]}
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The config.json that transformers makes of it.
+
+        Raises:
+            Refusal: transformers does not read the architecture, or ignores something in the file.
+        """
+        import torch
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+        with self._read_by_transformers() as where:
+            config = AutoConfig.from_pretrained(**where)
+        if config.model_type not in CLASSES or getattr(config, "num_attention_heads", None) is None:
+            raise Refusal(f"{self.path} is a {config.model_type}, not a decoder with attention", hint="choose another model")
+        config.architectures, config.dtype = [CLASSES[config.model_type]], getattr(torch, self.dtype)
+        raw: dict[str, Any] = json.loads(config.to_json_string())
+        config_rules.check_raw(raw, f"the header of {self.path}")
+        self._refuse([*self._differences(config), *(f"it has a tensor {name}" for name in self._without_place(config))])
+        return raw
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint in a temporary directory, which is removed with this object, or when the process ends.
+
+        It takes the memory of all weights. Raises as `unpack`.
+        """
+        if self._directory is None:
+            place = Path(tempfile.mkdtemp(prefix="kvfold-gguf-"))
+            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+            self.unpack(place)
+            self._directory = place
+        return self._directory
+
+    def unpack(self, directory: Path) -> None:
+        """Write the checkpoint of a file into a directory; it takes the memory of all its weights.
+
+        Raises:
+            Refusal: transformers does not read all of it.
+            Failure: The disk is full.
+        """
+        import torch
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        _ = self.raw  # refuses what transformers ignores, before weights are read
+        with self._read_by_transformers() as where, _without_bars():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                **where,
+                dtype=getattr(torch, self.dtype),
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        self._refuse([f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names])
+        model.config.architectures = [type(model).__name__]
+        try:
+            with _without_bars():
+                model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+            if licence := self.keys.get("general.license"):
+                (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
+        except (SafetensorError, OSError) as error:
+            raise Failure(
+                f"cannot dequantise {self.path} into {directory}: {error}",
+                hint="is the disk full? TMPDIR may name a directory on another one",
+            ) from None
+        size = sum(path.stat().st_size for path in directory.glob("*")) / 1e9
+        _log.warning("%s is dequantised into %s (%.2f GB), which is removed at the end", self.path, directory, size)
 
     def _cautions(self) -> list[str]:
         """Where transformers' tokenizer is known to differ from the file's."""
@@ -106,20 +206,8 @@ class Described:
             found.append("its tokenizer adds no space before a text, and transformers' does")
         return found
 
-    def check_keys(self) -> None:
-        """Refuse what transformers would leave out, before weights are read."""
-        architecture = self.keys["general.architecture"]
-        if self.keys.get("split.count", 1) > 1:
-            hint = "merge them with llama-gguf-split --merge"
-            raise Refusal(f"{self.path} is one of {self.keys['split.count']} parts", hint=hint)
-        self._require_sizes()
-        strange = [name for name in self._own() if name not in _KEYS and name not in _HEAD_DIMS]
-        problems = [f"its key {architecture}.{name} is {self._own()[name]}" for name in strange]
-        problems += [f"it has a tensor {name}" for name in self.tensors if not _TENSORS.fullmatch(name)]
-        self._refuse(problems)
-
     def _require_sizes(self) -> None:
-        """Refuse sizes that are not those of the tensors, before a model of these sizes is made."""
+        """Refuse sizes that are not those of the tensors, before a config or a model is made by them."""
         blocks = {int(found[1]) for name in self.tensors if (found := _BLOCK.match(name))}
         own, wide = self._own(), self.tensors.get("token_embd.weight", ())
         sizes = {"block_count": len(blocks) if blocks == set(range(len(blocks))) else None}
@@ -127,8 +215,6 @@ class Described:
             sizes |= {"embedding_length": wide[0]}
         if "vocab_size" in own and len(wide) == 2:
             sizes |= {"vocab_size": wide[1]}
-        if len(up := self.tensors.get("blk.0.ffn_up.weight", ())) == 2:
-            sizes |= {"feed_forward_length": up[1]}
         for name, size in sizes.items():
             if (said := own.get(name)) != size or isinstance(said, bool):
                 raise Refusal(
@@ -137,80 +223,88 @@ class Described:
                     hint="download it again",
                 )
 
-    def unpack(self, directory: Path) -> None:
-        """Write the checkpoint of a file into an empty directory; it takes the memory of all its weights.
+    @contextlib.contextmanager
+    def _read_by_transformers(self) -> Iterator[dict[str, Any]]:
+        """The arguments by which transformers reads the file, and nothing beside it or in the working directory.
 
         Raises:
-            Refusal: transformers does not read all of it.
-            OSError: The disk is full.
+            Refusal: transformers raises an error within the block.
         """
-        import torch
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-        path = self.path
-        # By an absolute path and from an empty directory: nothing beside the file or in the working directory is read.
-        with tempfile.TemporaryDirectory(dir=directory.parent) as nothing:
-            where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
+        with tempfile.TemporaryDirectory() as nothing:
             try:
-                with contextlib.redirect_stderr(io.StringIO()):  # transformers' bar, which no setting hides
-                    model, loaded = AutoModelForCausalLM.from_pretrained(
-                        **where,
-                        dtype=getattr(torch, self.dtype),
-                        quantization_config=GgufConfig(dequantize=True),
-                        output_loading_info=True,
-                    )
-                tokenizer = AutoTokenizer.from_pretrained(**where)
+                where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(self.path.absolute())}
+                yield {**where, "local_files_only": True}
             except Exception as error:  # transformers raises several exception types of its own
-                raise Refusal(f"transformers cannot read {path}: {one_line(error, 300)}", hint=_ORIGINAL) from error
-        self.check_read(model, loaded)
-        model.config.architectures = [type(model).__name__]
-        try:
-            model.save_pretrained(directory)
-        except SafetensorError as error:  # where a disk is full
-            raise OSError(str(error)) from error
-        tokenizer.save_pretrained(directory)
-        if licence := self.keys.get("general.license"):
-            (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
+                raise Refusal(f"transformers cannot read {self.path}: {one_line(error, 300)}", hint=_ORIGINAL) from error
 
-    def check_read(self, model: Any, loaded: Mapping[str, Any]) -> None:
-        """Refuse a file of which transformers has not read everything."""
-        config, architecture = model.config, self.keys["general.architecture"]
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        problems = [
-            f"its key {architecture}.{name} is {value}, and {head_dim} was read"
-            for name in _HEAD_DIMS
-            if (value := self._own().get(name, head_dim)) != head_dim
-        ]
-        problems += [f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names]
-        unread = len(self.tensors) - len(dict(model.named_parameters())) + len(loaded.get("missing_keys", ()))
-        problems += [f"{unread} of its tensors have no place in the model"] if unread else []
-        self._refuse(problems)
+    def _differences(self, config: Any) -> Iterator[str]:
+        """The keys that say something else than the config computes."""
+        architecture, own = self.keys["general.architecture"], self._own()
+        computed = _computed(config)
+        absent = {name: value for name, value in _ABSENT.items() if _MEANS[name][0] in computed}
+        for name, said in (absent | own).items():
+            read = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
+            if name in _SIZES or (name == "rope.scaling.type" and said == "none") or _same(said, read):
+                continue
+            stated = f"is {said}" if name in own else f"is not there, which means {said}"
+            yield f"its key {architecture}.{name} {stated}" + (f", and {read} was read" if name in _MEANS else "")
+        # Headers do not say by what Gemma scales logits; llama.cpp knows it of each size.
+        if (scale := computed.get("query_pre_attn_scalar")) not in (None, computed["head_dim"]):
+            yield f"logits would be scaled for {scale} dims, and heads have {computed['head_dim']}"
+
+    def _without_place(self, config: Any) -> list[str]:
+        """The tensors that transformers would leave out."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        try:
+            from transformers.modeling_gguf_pytorch_utils import (
+                TENSOR_PROCESSORS,
+                TensorProcessor,
+                get_gguf_hf_weights_map,
+            )
+        except ImportError:  # internals of another version, which reports them on loading
+            return []
+        with self._read_by_transformers():
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            processor = TENSOR_PROCESSORS.get(self.keys["general.architecture"], TensorProcessor)({})
+            places = get_gguf_hf_weights_map(model, processor)
+        return [name for name in self.tensors if not {name, name.removesuffix(".weight")} & places.keys()]
 
     def _own(self) -> dict[str, Any]:
         prefix = f"{self.keys['general.architecture']}."
         return {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
 
-    def _refuse(self, problems: list[str]) -> None:
+    def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
             listed = ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
 
 
-def unpacked_file(path: Path) -> Unpacked:
-    """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
+def _without_bars() -> contextlib.AbstractContextManager[Any]:
+    """Where transformers draws bars that no setting hides."""
+    return contextlib.redirect_stderr(io.StringIO())
 
-    Raises:
-        Refusal: The package gguf is missing, the file is not a GGUF file, or it has something that transformers does not read.
-        Failure: The file cannot be read, or the checkpoint cannot be written.
-    """
 
-    def checked() -> Described:
-        described = Described.of(path)
-        described.check_keys()
-        return described
+def _computed(config: Any) -> dict[str, Any]:
+    """The values of a config by its own names, and what it makes of RoPE: `rope_theta`, and the rotary dims of a head."""
+    values = dict(config.to_dict())
+    head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
+    rope = values.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope  # of classes in which layers differ
+    values |= {"num_attention_heads": config.num_attention_heads, "head_dim": head_dim}
+    if "rope_theta" in rope:
+        dims = int(head_dim * (rope.get("partial_rotary_factor") or 1))
+        values |= {"rope_theta": rope["rope_theta"], "rotary_dims": dims}
+    return values
 
-    return unpacked(path, [path], checked)
+
+def _same(said: Any, read: Any) -> bool:
+    """Whether a number of a header, in 32 bits, is that of a config."""
+    if isinstance(said, float) and isinstance(read, int | float):
+        return math.isclose(said, read, rel_tol=1e-6)
+    return bool(said == read)
 
 
 def _pre_tokenizers() -> set[str]:

@@ -40,8 +40,9 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:
-            model, info = auto_class(source.config).from_pretrained(
-                source.files,
+            model_class, weights = _weights(source)
+            model, info = model_class.from_pretrained(
+                **weights,
                 dtype=getattr(torch, compute_dtype(source, dtype, device)),
                 trust_remote_code=source.trust_remote_code,
                 config=source.config,
@@ -64,7 +65,7 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
                 raise Failure(said, hint='add "metadata": {} to it') from error
             said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
             raise Failure(said, hint="is it whole? -v shows more") from error
-        reader = None if source.quantisation else Reader(source.files)
+        reader = None if source.quantisation else source.reader()
         # transformers fills such weights with random numbers and continues, so figures would be wrong.
         if wrong := sorted(info["mismatched_keys"]):
             name, found, wanted = wrong[0]
@@ -82,6 +83,18 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
             unused = sorted(map(str, info["unexpected_keys"]))
             _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
         yield keep_caps(model).eval()
+
+
+def _weights(source: Source) -> tuple[Any, dict[str, Any]]:
+    """The class that loads a model, and what it takes weights from: files, or a former type's tensors by their new names."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not source.is_former:
+        return auto_class(source.config), {"pretrained_model_name_or_path": source.files}
+    reader = source.reader()
+    tensors = {name: reader[name] for name in reader.infos}
+    # An auto class wants a path, too.
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)], {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 
 def _require_forwards(source: Source, model: Any) -> None:

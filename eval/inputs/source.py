@@ -1,7 +1,4 @@
-"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file.
-
-A GGUF file, or a checkpoint of a former model type, is made an ordinary checkpoint once, in the user's cache.
-"""
+"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import json
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -22,9 +19,9 @@ from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, layouts
 from eval.inputs.former import Former, former_of
-from eval.inputs.gguf import unpacked_file
-from eval.inputs.reader import TOKENIZER_FILES, Reader
-from eval.inputs.rewriting import rewritten
+from eval.inputs.gguf import GgufFile
+from eval.inputs.reader import TOKENIZER_FILES, Reader, fingerprint
+from eval.inputs.sealed import read_object
 
 _DEFAULT_CONTEXT = 2048
 # Keys that say how one machine computes attention: another may not have it, and save_pretrained writes none of them.
@@ -52,8 +49,7 @@ class Source:
         revision: The part after the `@`, or None.
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
         label: Its name in tables; None for the last part of the path or id.
-        file: The GGUF file that the directory was made from, or None.
-        note: What to know of a GGUF file's directory; "" if nothing.
+        gguf: The GGUF file, or None.
     """
 
     reference: str
@@ -62,18 +58,15 @@ class Source:
     revision: str | None
     trust_remote_code: bool = False
     label: str | None = None
-    file: Path | None = None
-    note: str = ""
+    gguf: GgufFile | None = None
 
     @classmethod
     def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
-        """Distinguish a directory, a GGUF file and a Hub id, without network access.
-
-        No weights are read, but those of a GGUF file, when it is named for the first time.
+        """Distinguish a directory, a GGUF file and a Hub id, without network access. No weights are read.
 
         Raises:
-            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.gguf.unpacked_file`.
-            Failure: As `eval.inputs.gguf.unpacked_file`.
+            Refusal: It looks like a path, and no such directory exists; or as `GgufFile.of`.
+            Failure: As `GgufFile.of`.
         """
         path = Path(reference)
         with contextlib.suppress(RuntimeError):  # ~ of an unknown user
@@ -81,8 +74,7 @@ class Source:
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
         if path.suffix == ".gguf" and path.is_file():
-            made = unpacked_file(path)
-            return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
+            return cls(reference, None, None, None, trust_remote_code, path.stem, GgufFile.of(path))
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
         if looks_local:
@@ -137,8 +129,10 @@ class Source:
 
         Raises:
             Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`; or an
-                adapter lies beside it.
+                adapter lies beside it; or as `GgufFile.raw`.
         """
+        if self.gguf:
+            return self.gguf.raw
         path = self._config_path
         try:
             size = path.stat().st_size
@@ -230,7 +224,7 @@ class Source:
         if self.quantisation is None:
             return
         try:
-            plain = all(info.is_float for info in Reader(self.files).infos.values())
+            plain = all(info.is_float for info in self.reader().infos.values())
         except KvfoldError:  # of a damaged file, or of numbers that only quantised weights have
             return
         if plain:
@@ -251,7 +245,8 @@ class Source:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
-        return tuple(note for note in (self.note, self._former and self._former.note, self.unused_code) if note)
+        notes = (self.gguf and self.gguf.note, self._former and self._former.note, self.unused_code)
+        return tuple(note for note in notes if note)
 
     @cached_property
     def code_note(self) -> str | None:
@@ -311,10 +306,11 @@ class Source:
         return str(named).removeprefix("torch.")
 
     def _dtype_of_weights(self) -> str | None:
-        """The dtype in the header of a local safetensors file; None for other sources."""
-        path = self._safetensors_in(self.directory)
-        if path is None and self._former:  # whose configs often do not say it
-            path = self._safetensors_in(self.files)
+        """The dtype in the header of a local safetensors file, or of a former type's weights; None for other sources."""
+        if self._former:  # whose configs often do not say it
+            held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+            return next((name for name in FLOATS.values() if name in held), None)
+        path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
         if path is None:
             return None
         with path.open("rb") as file:
@@ -324,10 +320,6 @@ class Source:
             except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
                 return None  # a damaged file is for those to name who read its weights
         return next((name for short, name in FLOATS.items() if short in found), None)
-
-    @staticmethod
-    def _safetensors_in(directory: Path | None) -> Path | None:
-        return next(iter(sorted(directory.glob("model*.safetensors"))), None) if directory else None
 
     @property
     def max_positions(self) -> int | None:
@@ -359,17 +351,35 @@ class Source:
         """Its own tokenizer.
 
         Raises:
-            Failure: It cannot be loaded.
+            Failure: It cannot be loaded, or is code of a former model type and has no tokenizer.json.
         """
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
+            if self.tokenizer_code:
+                if (self.files / "tokenizer.json").is_file():
+                    return PreTrainedTokenizerFast.from_pretrained(self.files)
+                raise Failure(
+                    f"the tokenizer of {self.reference} is code of its own, which is not run",
+                    hint="put the tokenizer.json of a copy that was converted to transformers' class beside it",
+                )
+            known = {"config": self.config} if self._former else {}
+            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code, **known)
         except Failure:
             raise
         except Exception as error:
             said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
             raise Failure(said, hint="copy the tokenizer's files beside the weights") from error
+
+    @property
+    def is_former(self) -> bool:
+        """Whether its model type is a former one, which is read as another class."""
+        return self._former is not None
+
+    @property
+    def tokenizer_code(self) -> bool:
+        """Whether its tokenizer names code of its own, and its model type is a former one, whose code is not run."""
+        return self.is_former and "auto_map" in (read_object(self.files / "tokenizer_config.json") or {})
 
     @property
     def decoder(self) -> Any:
@@ -386,18 +396,33 @@ class Source:
         """The number of token ids that the model knows."""
         return int(self.decoder.vocab_size)
 
-    @cached_property
+    @property
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Size and modification time of each weight file, by name, which tell of a change. Raises as `Reader`."""
+        return self.gguf.fingerprint if self.gguf else fingerprint(self.files)
+
+    @property
     def files(self) -> Path:
-        """The directory with all files, downloaded if necessary, and rewritten if its model type is a former one.
+        """The directory with all files, downloaded if necessary, or dequantised from a GGUF file (`GgufFile.directory`).
 
         Raises:
-            Refusal: As of `_former`, `refuse_adapter` or `rewritten`.
-            Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `rewritten`.
+            Refusal: As of `refuse_adapter`, or as `GgufFile.unpack`.
+            Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.unpack`.
         """
+        if self.gguf:
+            return self.gguf.directory
+        return self._files
+
+    @cached_property
+    def _files(self) -> Path:
         found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
         with self._within_reach():
             refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
-            return rewritten(self._former, found) if self._former else found
+        return found
+
+    def reader(self, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> Reader:
+        """Reads its tensors, of a former model type by the names of the class that it is read as. As `Reader`."""
+        return Reader(self.files, renamed, self._former.becomes if self._former else None)
 
     @property
     def commit(self) -> str | None:

@@ -14,7 +14,7 @@ from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.overlap import overlap
-from eval.inputs.reader import TOKENIZER_FILES, fingerprint
+from eval.inputs.reader import TOKENIZER_FILES
 from eval.inputs.sealed import checksum
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach
@@ -110,7 +110,7 @@ def _is_source(source: Source, made: Mapping[str, Any]) -> bool:
     files = {str(name): file for name, file in (files if isinstance(files, dict) else {}).items()}
     teacher = {name.removeprefix("teacher/"): file for name, file in files.items() if name.startswith("teacher/")}
     try:
-        now: dict[str, Any] = dict(fingerprint(source.files))
+        now: dict[str, Any] = dict(source.fingerprint)
     except (KvfoldError, OSError):  # whoever loads it says so
         return False
     before = teacher or files

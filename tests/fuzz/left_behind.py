@@ -10,7 +10,6 @@ another file in its place, or none):
 - cache: of what a teacher said; another `heal` follows
 - sweep: of the results of a sweep; `sweep --resume` follows
 - gguf: the header of a GGUF file; `inspect` follows
-- unpacked: of what a GGUF file was unpacked to; `mqa` follows
 - recipe: conversion.json; `run --dry-run` follows
 - provenance: conversion.json; `heal --dry-run` follows
 
@@ -211,14 +210,11 @@ def prepared(kind: str, root: Path) -> Work:
     if kind == "provenance":
         return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
     write(Path("model.gguf"), model_of("llama"))
-    if kind == "gguf":
-        return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
-    done("inspect", "model.gguf")
-    assert kind == "unpacked"
-    return Work(root, everything("cache/kvfold"), ("mqa", "model.gguf", "out", "--method", "mean", "-q"), "out")
+    assert kind == "gguf"
+    return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
 
 
-KINDS = ("state", "conversion", "cache", "sweep", "gguf", "unpacked", "recipe", "provenance")
+KINDS = ("state", "conversion", "cache", "sweep", "gguf", "recipe", "provenance")
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -273,15 +269,14 @@ def main(count: int = 2000, seed: int = 0, kinds: Sequence[str] = KINDS) -> Outc
     for kind in kinds:
         with tempfile.TemporaryDirectory() as directory:
             template, place = Path(directory).resolve() / "template", Path(directory).resolve() / "case"
-            with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(place / "cache")}):
-                place.mkdir()
-                os.chdir(place)  # the same place as later: paths are part of what is kept
-                try:
-                    work = prepared(kind, template)
-                    shutil.copytree(place, template)
-                    one(work, kind, count, seed, place, outcome)
-                finally:
-                    os.chdir(before)
+            place.mkdir()
+            os.chdir(place)  # the same place as later: paths are part of what is kept
+            try:
+                work = prepared(kind, template)
+                shutil.copytree(place, template)
+                one(work, kind, count, seed, place, outcome)
+            finally:
+                os.chdir(before)
         print(f"{kind}: {outcome.cases} cases so far, {len(outcome.wrong)} of them wrong", file=sys.stderr, flush=True)
     return outcome
 

@@ -169,7 +169,7 @@ def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert:
     [
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5')"),
-        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "is its head normalised?"),
+        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "normalises its head"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "its class is code of its own"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
@@ -427,6 +427,10 @@ def test_what_reads_no_model_imports_no_torch(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_was_removed_says_what_to_do(convert: Convert) -> None:
+    refused(convert("cache", "clear"), 2, "cache was removed: nothing is kept between runs")
 
 
 @pytest.mark.parametrize("name", main.commands)

@@ -10,99 +10,66 @@ import pytest
 import torch
 from formers import CONFIGS, TOKENS, config_of, logits, tensors_of, write
 from safetensors.torch import load_file
-from written import Convert, refused
+from tiny import save_tokenizer
+from written import Convert, ok, refused
 
 from attention.errors import Failure, Refusal
 from eval.inputs.former import FORMERS, former_of
+from eval.inputs.loading import load
 from eval.inputs.source import Source
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def said_by(source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some ids, and what a model says to them."""
+    ids = torch.randint(TOKENS, (29,), generator=torch.Generator().manual_seed(1))
+    with load(source, "float32", "cpu") as model, torch.inference_mode():
+        return ids, model(ids[None]).logits[0]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_class_of_transformers_says_what_its_own_code_says(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     source = Source.parse(str(write(tmp_path / "old", kind)))
     assert "auto_map" not in source.raw
     assert not source.needs_code
     (note,) = source.notes
-    assert f"its model type {kind.removesuffix('2')!r} is read as {source.model_type}, without its own code" in note
-    model, loaded = AutoModelForCausalLM.from_pretrained(source.files, output_loading_info=True)
-    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert (model.config.model_type, model.config.architectures) == (source.model_type, [type(model).__name__])
-    ids = torch.randint(TOKENS, (29,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        said = model(ids[None]).logits[0]
+    assert f"its model type {kind!r} is read as {source.model_type}, without its own code" in note
+    ids, said = said_by(source)
     torch.testing.assert_close(said, logits(kind, tensors_of(kind), ids), rtol=1e-4, atol=1e-4)
 
 
 def test_every_type_is_compared_and_documented() -> None:
-    assert {kind.removesuffix("2") for kind in CONFIGS} == set(FORMERS)
+    assert set(CONFIGS) == set(FORMERS)
     documented = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert all(f"`{model_type}`" in documented for model_type in FORMERS)
 
 
-def test_nothing_beyond_the_length_of_qwen_s_training_is_computed() -> None:
-    former = former_of(config_of("qwen"), "config.json")
-    assert former is not None
-    assert former.config["max_position_embeddings"] == CONFIGS["qwen"]["seq_length"]
-    assert "use_dynamic_ntk and use_logn_attn scales beyond 64 tokens is left out" in former.note
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("stablelm_epoch", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0; it must be 1.0, which is all that"),
+    ("internlm", {"rotary": {"type": "linear"}}, "rotary is {'type': 'linear'}; it must be of type 'dynamic'"),
+    ("internlm", {"bias": "yes"}, "bias is 'yes'"),
+    ("internlm", {"max_position_embeddings": None}, "max_position_embeddings is None; it must be an integer above 0"),
+    ("baichuan", {"max_position_embeddings": ...}, "it is a Baichuan-13B by its sizes"),
+    ("baichuan", {"hidden_size": 5120}, "it is a Baichuan-13B by its sizes"),
+    ("baichuan", {"vocab_size": 125696}, "the second, BaichuanForCausalLM of 125696 tokens, normalises its head"),
+    ("baichuan", {"architectures": ["BaichuanForCausalLM"]}, "architectures is ['BaichuanForCausalLM']"),
+    ("baichuan", {"architectures": None}, "architectures is None"),
+    ("qwen", {"no_bias": False}, "no_bias is False; it must be True, which is all that transformers' class computes"),
+    ("qwen", {"kv_channels": 16}, "kv_channels is 16; it must be 12"),
+    ("qwen", {"visual": {"width": 8}}, "visual is {'width': 8}; it must be None"),
+    ("qwen", {"seq_length": ...}, "seq_length is None; it must be an integer above 0"),
+    ("Yi", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
+    ("phi-msft", {"num_local_experts": 4}, "num_local_experts is 4; it must be None"),
+    ("phi-msft", {"n_head_kv": 2}, "n_head_kv is 2; it must be None or 4"),
+    ("phi-msft", {"n_embd": 392, "rotary_dim": 2}, "rotary_dim is 2, which no partial_rotary_factor of 98 dims gives"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        (
-            "stablelm_epoch",
-            {"rotary_scaling_factor": 2.0},
-            "rotary_scaling_factor is 2.0; it must be 1.0, which is all that",
-        ),
-        ("internlm", {"rotary": {"type": "linear"}}, "rotary is {'type': 'linear'}; it must be of type 'dynamic'"),
-        ("internlm", {"rotary": [1]}, "rotary is [1]"),
-        ("internlm", {"rotary": {"base": "much"}}, "rope_theta is 'much'; it must be a number from 1"),
-        ("internlm", {"bias": "yes"}, "bias is 'yes'"),
-        ("internlm", {"max_position_embeddings": None}, "max_position_embeddings is None; it must be an integer above 0"),
-        (
-            "baichuan",
-            {"max_position_embeddings": ...},
-            "it is a Baichuan-13B: no class of transformers has such layers",
-        ),
-        ("baichuan2", {"hidden_size": 5120}, "hidden_size is that of a 13B, with ALiBi"),
-        ("baichuan", {"vocab_size": 125696}, "is its head normalised?"),
-        ("baichuan2", {"vocab_size": 64000}, "is its head normalised?"),
-        ("baichuan", {"architectures": None}, "architectures is None and vocab_size 331: is its head normalised?"),
-        ("baichuan2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
-        ("qwen", {"no_bias": False}, "no_bias is False; it must be True, which is all that transformers' class computes"),
-        ("qwen", {"kv_channels": 16}, "kv_channels is 16; it must be 12"),
-        ("qwen", {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
-        ("qwen", {"visual": {"width": 8}}, "visual is {'width': 8}; it must be None"),
-        ("phi-msft", {"num_local_experts": 4}, "num_local_experts is 4; it must be None"),
-        ("Yi", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
-        ("qwen", {"seq_length": ...}, "seq_length is None; it must be an integer above 0"),
-        (
-            "phi-msft",
-            {"n_head_kv": 2},
-            "n_head_kv is 2; it must be None or 4",
-        ),
-        ("phi-msft", {"n_embd": 392, "rotary_dim": 2}, "rotary_dim is 2, which no partial_rotary_factor of 98 dims gives"),
-        ("deepseek", {"norm_topk_prob": True}, "norm_topk_prob is True"),
-        ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
-        ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
-        ("deepseek", {"n_shared_experts": None}, "n_shared_experts is None; it must be an integer above 0"),
-    ],
-)
-def test_what_the_class_does_not_compute_is_refused(
-    kind: str, changes: dict[str, Any], message: str, convert: Convert, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED, ids=[f"{kind} {next(iter(one))}" for kind, one, _ in REFUSED])
+def test_what_the_class_does_not_compute_is_refused(kind: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = {key: value for key, value in (config_of(kind) | changes).items() if value is not ...}
     with pytest.raises(Refusal) as caught:
         Source.parse(str(with_config(tmp_path, config))).raw  # noqa: B018
     assert message in str(caught.value)
-    refused(convert("inspect", tmp_path), 2, message)
 
 
 def test_what_a_config_leaves_out_is_what_its_own_code_takes() -> None:
@@ -114,15 +81,8 @@ def test_what_a_config_leaves_out_is_what_its_own_code_takes() -> None:
     assert read("Yi", "rope_theta")["rope_theta"] == 5e6
     assert not read("RefinedWebModel", "parallel_attn", "multi_query")["parallel_attn"]
     assert read("phi-msft", "bos_token_id", "eos_token_id")["eos_token_id"] is None
-
-
-def test_the_weights_say_the_dtype_where_the_config_does_not(tmp_path: Path) -> None:
-    path = write(tmp_path / "old", "qwen", {name: tensor.bfloat16() for name, tensor in tensors_of("qwen").items()})
-    with_config(path, {key: value for key, value in config_of("qwen").items() if key not in ("dtype", "torch_dtype")})
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    torch.save(tensors, path / "pytorch_model.bin")
-    assert Source.parse(str(path)).dtype == "bfloat16"
+    # Beyond that length, Qwen scales RoPE and queries.
+    assert read("qwen")["max_position_embeddings"] == CONFIGS["qwen"]["seq_length"]
 
 
 def with_config(directory: Path, config: dict[str, Any]) -> Path:
@@ -130,20 +90,85 @@ def with_config(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def test_its_own_code_may_measure_what_is_refused(tmp_path: Path) -> None:
-    config = {key: value for key, value in config_of("baichuan").items() if key != "max_position_embeddings"}
-    trusted = Source.parse(str(with_config(tmp_path, config)), trust_remote_code=True)
-    assert (trusted.model_type, trusted.needs_code, trusted.notes) == ("baichuan", True, ())
-    assert trusted.files == tmp_path
-    with_config(tmp_path, {key: value for key, value in config.items() if key != "auto_map"})
-    with pytest.raises(Refusal, match="ALiBi"):
-        Source.parse(str(tmp_path), trust_remote_code=True).raw  # noqa: B018  # there is no code
+@pytest.mark.parametrize("pickled", [False, True])
+def test_parts_of_a_stack_keep_their_bits_and_the_weights_say_their_dtype(pickled: bool, tmp_path: Path) -> None:
+    before = {name: tensor.bfloat16() for name, tensor in tensors_of("baichuan").items()}
+    path = write(tmp_path / "old", "baichuan", before, shards=1 if pickled else 3)
+    with_config(path, {key: value for key, value in config_of("baichuan").items() if key != "torch_dtype"})
+    if pickled:
+        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+    source = Source.parse(str(path))
+    reader = source.reader()
+    after = {name: reader[name] for name in reader.infos}
+    assert source.dtype == "bfloat16"
+    assert {name: tuple(tensor.shape) for name, tensor in after.items()} == {n: i.shape for n, i in reader.infos.items()}
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn"
+        parts = [after.pop(f"{name}.{part}_proj.weight") for part in "qkv"]
+        assert torch.equal(torch.cat(parts), before.pop(f"{name}.W_pack.weight"))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
 
 
 def test_a_tensor_that_its_code_has_not_is_refused(tmp_path: Path) -> None:
     tensors = tensors_of("qwen") | {"transformer.h.0.attn.c_proj.bias": torch.ones(48)}
     with pytest.raises(Failure, match=r"this model type has tensors of other names than transformer\.h\.0\.attn\.c_proj\.bias"):
-        Source.parse(str(write(tmp_path / "old", "qwen", tensors))).files  # noqa: B018
+        Source.parse(str(write(tmp_path / "old", "qwen", tensors))).reader()
     tensors = tensors_of("baichuan") | {"model.layers.1.self_attn.W_pack.weight": torch.ones(100, 48)}
-    with pytest.raises(Failure, match=r"a tensor \[100, 48\] does not stack queries, keys and values"):
-        Source.parse(str(write(tmp_path / "odd", "baichuan", tensors))).files  # noqa: B018
+    with pytest.raises(Failure, match=r"W_pack\.weight is \[100, 48\], which does not stack 3 equal parts"):
+        Source.parse(str(write(tmp_path / "odd", "baichuan", tensors))).reader()
+
+
+def test_its_own_code_may_measure_what_is_refused(convert: Convert, tmp_path: Path) -> None:
+    config = {key: value for key, value in config_of("baichuan").items() if key != "max_position_embeddings"}
+    trusted = Source.parse(str(with_config(tmp_path, config)), trust_remote_code=True)
+    assert (trusted.model_type, trusted.needs_code, trusted.notes, trusted.is_former) == ("baichuan", True, (), False)
+    refused(convert("inspect", tmp_path), 2, "ALiBi")
+    with_config(tmp_path, {key: value for key, value in config.items() if key != "auto_map"})
+    with pytest.raises(Refusal, match="ALiBi"):
+        Source.parse(str(tmp_path), trust_remote_code=True).raw  # noqa: B018  # there is no code
+
+
+def test_of_a_hub_repository_the_config_is_enough_to_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    path, asked = write(tmp_path / "0123", "baichuan"), list[list[str]]()
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = Source.parse("nobody/tiny")
+    assert (source.model_type, source.config.model_type, source.notes[0][:10]) == ("llama", "llama", "its model ")
+    assert (asked, source.commit) == ([["config.json"]], "0123")
+
+
+CODE = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+
+
+def test_a_conversion_says_what_was_done_and_its_result_needs_no_code(convert: Convert, tmp_path: Path) -> None:
+    path, note = write(tmp_path / "old", "internlm"), "its model type 'internlm' is read as llama, without its own code"
+    save_tokenizer(path, TOKENS)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | CODE))
+    assert note in ok(convert("plan", path)).stdout
+    done = ok(convert("gqa", path, tmp_path / "out", "--groups", 4, "--no-text", "--heal", 0, "--force"))
+    assert note in done.stdout
+    assert note in (tmp_path / "out" / "README.md").read_text()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["num_key_value_heads"], config["vocab_size"]) == ("llama", 4, TOKENS)
+    before, after = (Source.parse(str(where)) for where in (path, tmp_path / "out"))
+    assert torch.equal(said_by(before)[1], said_by(after)[1]), "as many groups as heads lose nothing"
+    assert before.tokenizer()("a text")["input_ids"] == after.tokenizer()("a text")["input_ids"]
+    assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+
+
+def test_a_tokenizer_that_only_its_own_code_reads_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "old", "qwen")
+    (path / "tokenizer_config.json").write_text(json.dumps(CODE))
+    (path / "qwen.tiktoken").write_text("")
+    with pytest.raises(Failure, match="is code of its own, which is not run") as caught:
+        Source.parse(str(path)).tokenizer()
+    assert "tokenizer.json" in caught.value.hint
