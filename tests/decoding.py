@@ -6,11 +6,14 @@ Kernels run in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from attention.kernels import triton_decode
+from attention.kernels import GROUPED, LATENT, Entry, decode, decode_grouped, torch_decode, triton_decode
+from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Tiling
 
 INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
@@ -54,3 +57,80 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)
     """Tensors pass for those of a GPU."""
     monkeypatch.setattr(triton_decode, "on_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+def spelled_out(*call: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """One head of one sequence at a time, over the tokens it sees and no others, in fp64; zero where it sees none.
+
+    Of queries, keys and values `[B, G, S, D]`, or of both parts of queries, a latent and its RoPE key `[B, S, R]`.
+    """
+    if len(call) == 4:
+        q_latent, q_rope, latent, k_rope = call
+        call = torch.cat((q_latent, q_rope), -1), torch.cat((latent, k_rope), -1)[:, None], latent[:, None]
+    q, k, v = call
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    for b in range(len(q)):
+        row = None if mask is None else mask.expand(len(q), -1, -1, -1)[b, 0, 0]
+        seen = torch.arange(k.shape[2], device=q.device)
+        if row is not None:
+            seen = (row if row.dtype == torch.bool else row > -torch.inf).nonzero()[:, 0]
+        for h in range(q.shape[1]) if len(seen) else ():
+            group = h // (q.shape[1] // k.shape[1])
+            scores = SCALE * (k[b, group, seen].double() @ q[b, h, 0].double())
+            if row is not None and row.dtype != torch.bool:
+                scores = scores + row[seen].double()
+            out[b, h, 0] = scores.softmax(0) @ v[b, group, seen].double()
+    return out
+
+
+def latents(
+    batch: int, heads: int, cached: int, rank: int, rope: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Both parts of queries, a latent and its RoPE key."""
+    return _drawn([(batch, heads, 1, rank), (batch, heads, 1, rope), (batch, cached, rank), (batch, cached, rope)], dtype, seed)
+
+
+def grouped(
+    batch: int, heads: int, groups: int, cached: int, dim: int, rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values."""
+    return _drawn([(batch, heads, 1, dim), (batch, groups, cached, dim), (batch, groups, cached, rank)], dtype, 0)
+
+
+def _drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+
+
+class Kind(NamedTuple):
+    """What decodes one of both kinds of caches.
+
+    Attributes:
+        backends: Who can.
+        decode: Chooses among them.
+        by_torch: The one in torch.
+        operator: The one in Triton, without its checks.
+        call: Tensors for it: of a batch, so many cached tokens, and a dtype; with 3 query heads for each KV head.
+        groups: KV heads of these; None of a latent.
+    """
+
+    backends: dict[str, Entry]
+    decode: Callable[..., torch.Tensor]
+    by_torch: Callable[..., torch.Tensor]
+    operator: Callable[..., torch.Tensor]
+    call: Callable[..., tuple[torch.Tensor, ...]]
+    groups: int | None
+
+
+def _of_latent(batch: int, cached: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    return latents(batch, 3, cached, 32, 16, dtype)
+
+
+def _of_heads(batch: int, cached: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    return grouped(batch, 6, 2, cached, 24, 32, dtype)
+
+
+KINDS: dict[str, Kind] = {
+    "latent": Kind(LATENT, decode, torch_decode.decode, mla_decode, _of_latent, None),
+    "heads": Kind(GROUPED, decode_grouped, torch_decode.decode_grouped, gqa_decode, _of_heads, 2),
+}

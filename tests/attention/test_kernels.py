@@ -1,4 +1,4 @@
-"""The Triton kernel against attention spelled out in fp64, and who is chosen when.
+"""The Triton kernel over latents and over heads against attention spelled out in fp64, and who is chosen when.
 
 It runs in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the environment it is compiled and runs on a GPU.
 """
@@ -19,7 +19,22 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import DEVICE, INTERPRETER, SCALE, SMALL, TOLERANCE, added, agree, on_gpu, ragged
+from decoding import (
+    DEVICE,
+    INTERPRETER,
+    KINDS,
+    SCALE,
+    SMALL,
+    TOLERANCE,
+    Kind,
+    added,
+    agree,
+    grouped,
+    latents,
+    on_gpu,
+    ragged,
+    spelled_out,
+)
 from forked import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,8 +49,8 @@ from triton import OutOfResources
 import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
-from attention.kernels import LATENT, decode, split_kv, torch_decode, triton_decode
-from attention.kernels.operators import mla_decode
+from attention.kernels import LATENT, decode, decode_grouped, split_kv, torch_decode, triton_decode
+from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose, machine
 
 pytestmark = [
@@ -44,34 +59,8 @@ pytestmark = [
 ]
 
 
-def inputs(
-    batch: int, heads: int, cached: int, rank: int, rope: int, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, heads, 1, rank), (batch, heads, 1, rope), (batch, cached, rank), (batch, cached, rope)
-    q, r, c, k = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
-    return q, r, c, k
-
-
-def spelled_out(
-    q: torch.Tensor, r: torch.Tensor, c: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """One request, one head at a time, over the tokens it sees and no others, in fp64."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for b in range(len(q)):
-        row = None if mask is None else mask.expand(len(q), -1, -1, -1)[b, 0, 0]
-        if row is None:
-            seen = torch.ones(c.shape[1], dtype=torch.bool, device=q.device)
-        else:
-            seen = row if row.dtype == torch.bool else row > -torch.inf
-        latent, turned = c[b, seen].double(), k[b, seen].double()
-        for h in range(q.shape[1]):
-            scores = SCALE * (latent @ q[b, h, 0].double() + turned @ r[b, h, 0].double())
-            if row is not None and row.dtype != torch.bool:
-                scores = scores + row[seen].double()
-            if len(scores):
-                out[b, h, 0] = scores.softmax(0) @ latent
-    return out
+inputs = latents
+of_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -88,21 +77,29 @@ def test_every_rank_is_cut_into_powers_of_two(rank: int, dtype: torch.dtype) -> 
 def test_every_number_of_heads_and_rotary_dims(heads: int, rope: int) -> None:
     q, r, c, k = inputs(2, heads, 37, 48, rope)
     mask = ragged(2, 37, seed=heads)
-    assert agree(mla_decode(q, r, c, k, mask, SCALE), spelled_out(q, r, c, k, mask))
+    assert agree(mla_decode(q, r, c, k, mask, SCALE), spelled_out(q, r, c, k, mask=mask))
 
 
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float32]), ids=str)
+@pytest.mark.parametrize(("heads", "groups", "dim", "rank"), [(8, 4, 64, 64), (8, 1, 80, 80), (6, 2, 24, 48), (5, 5, 16, 32)])
+def test_every_shape_of_groups_and_heads(heads: int, groups: int, dim: int, rank: int, dtype: torch.dtype) -> None:
+    q, k, v = grouped(2, heads, groups, 70, dim, rank, dtype)
+    for mask in (None, ragged(2, 70, seed=heads)):
+        assert agree(gqa_decode(q, k, v, mask, SCALE), spelled_out(q, k, v, mask=mask))
+
+
+@of_kinds
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("kind", ["bool", "additive", "additive fp16"])
+@pytest.mark.parametrize("mask_of", ["bool", "additive", "additive fp16"])
 @pytest.mark.usefixtures("poison")
-def test_ragged_batches_with_holes(kind: str, dtype: torch.dtype) -> None:
-    q, r, c, k = inputs(3, 4, 70, 48, 16, dtype)
-    mask = ragged(3, 70, holes=0.4)
-    if kind != "bool":
-        mask = added(mask, torch.float16 if "fp16" in kind else torch.float32)
-    expected = spelled_out(q, r, c, k, mask)
+def test_ragged_batches_with_holes(kind: Kind, mask_of: str, dtype: torch.dtype) -> None:
+    call, mask = kind.call(3, 70, dtype), ragged(3, 70, holes=0.4)
+    if mask_of != "bool":
+        mask = added(mask, torch.float16 if "fp16" in mask_of else torch.float32)
+    expected = spelled_out(*call, mask=mask)
     for swap in (False, True):
-        assert agree(mla_decode(q, r, c, k, mask, SCALE, replace(SMALL, swap=swap)), expected)
-    assert agree(decode(q, r, c, k, mask, SCALE, "triton"), expected)
+        assert agree(kind.operator(*call, mask, SCALE, replace(SMALL, swap=swap)), expected)
+    assert agree(kind.decode(*call, mask, SCALE, "triton"), expected)
 
 
 @pytest.mark.parametrize(("batch", "cached"), [(1, 9000), (9, 40), (11, 300)])
@@ -113,38 +110,43 @@ def test_partials_are_merged_in_rounds(batch: int, cached: int) -> None:
     mask = ragged(batch, cached, seed=batch)
     mask[0] = True
     sizes = replace(SMALL, block_n=64 if batch == 1 else 16, programs=150)
-    assert agree(mla_decode(q, r, c, k, mask, SCALE, sizes), spelled_out(q, r, c, k, mask))
+    assert agree(mla_decode(q, r, c, k, mask, SCALE, sizes), spelled_out(q, r, c, k, mask=mask))
 
 
+@of_kinds
 @given(data=st.data())
-@settings(max_examples=8, deadline=None, derandomize=True)
-def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
+@settings(max_examples=7, deadline=None, derandomize=True)
+def test_any_deal_of_tiles_gives_the_same(kind: Kind, data: st.DataObject) -> None:
     """Fewer programs than requests, more than tiles, tiles of every length, requests that see nothing anywhere."""
     batch, cached = data.draw(st.sampled_from([1, 2, 3, 5, 11])), data.draw(st.integers(1, 70))
     block_n, least = data.draw(st.sampled_from([16, 32])), data.draw(st.integers(1, 3))
     sizes = Tiling(16, block_n, 2, 4, data.draw(st.integers(1, 9)), least, data.draw(st.booleans()))
-    q, r, c, k = inputs(batch, 2, cached, 16, 8)
-    spans = [sorted(data.draw(st.tuples(st.integers(0, cached), st.integers(0, cached)))) for _ in range(batch)]
+    if kind.groups is None:
+        call = latents(batch, 2, cached, 16, 8)
+    else:
+        groups = data.draw(st.integers(1, 5))
+        call = grouped(batch, 2 * groups, groups, cached, 8, 16)
     mask = torch.zeros(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE)
-    for b, (first, end) in enumerate(spans):
+    for b in range(batch):
+        first, end = sorted(data.draw(st.tuples(st.integers(0, cached), st.integers(0, cached))))
         mask[b, ..., first:end] = True
     for given_mask in (mask, None):
-        assert agree(mla_decode(q, r, c, k, given_mask, SCALE, sizes), spelled_out(q, r, c, k, given_mask))
+        assert agree(kind.operator(*call, given_mask, SCALE, sizes), spelled_out(*call, mask=given_mask))
 
 
+@of_kinds
 @pytest.mark.parametrize("programs", rows([1, 7], [7]))
 @pytest.mark.usefixtures("poison")
-def test_a_request_that_sees_nothing_is_zero(programs: int) -> None:
-    q, r, c, k = inputs(4, 3, 50, 32, 16)
-    mask = torch.ones(4, 1, 1, 50, dtype=torch.bool, device=DEVICE)
+def test_a_request_that_sees_nothing_is_zero(kind: Kind, programs: int) -> None:
+    call, mask = kind.call(4, 50), torch.ones(4, 1, 1, 50, dtype=torch.bool, device=DEVICE)
     for blind in ([0], [1, 2], [3], [0, 1, 2, 3]):
         seeing = mask.clone()
         seeing[blind] = False
         for one in (seeing, added(seeing)):
-            found = mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1))
+            found = kind.operator(*call, one, SCALE, Tiling(16, 16, 2, 4, programs, 1))
             assert not found[blind].any()
-            assert torch.equal(found.any(-1), seeing.any(-1).expand(-1, 3, -1))
-            assert agree(found, spelled_out(q, r, c, k, one))
+            assert torch.equal(found.any(-1), seeing.any(-1).expand(-1, found.shape[1], -1))
+            assert agree(found, spelled_out(*call, mask=one))
 
 
 @pytest.mark.parametrize("programs", rows([1, 4, 9], [4]))
@@ -155,7 +157,7 @@ def test_holes_may_be_wider_than_tiles_and_shares(programs: int) -> None:
     mask[0, ..., 3], mask[0, ..., 90:] = True, True
     mask[1, ..., :2], mask[1, ..., 70], mask[1, ..., 119] = True, True, True
     for one in (mask, added(mask)):
-        assert agree(mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1)), spelled_out(q, r, c, k, one))
+        assert agree(mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1)), spelled_out(q, r, c, k, mask=one))
 
 
 @pytest.mark.usefixtures("poison")
@@ -164,17 +166,17 @@ def test_tokens_outside_the_span_are_never_read() -> None:
     first token that is seen to the last, hidden tokens are multiplied by 0, so that they must be finite, as in torch."""
     q, r, c, k = inputs(4, 3, 80, 48, 16)
     mask = ragged(4, 80, seed=3)
-    expected = spelled_out(q, r, c, k, mask)
+    expected = spelled_out(q, r, c, k, mask=mask)
     unseen = ~mask[:, 0, 0]
     c[unseen], k[unseen] = torch.nan, torch.inf
     assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
 
 
-def test_the_cache_is_read_where_it_lies() -> None:
+def test_a_latent_is_read_where_it_lies() -> None:
     """Views of a static cache `[B, 1, C, R]`, of a wider tensor, of one with tokens before requests; a broadcast mask."""
     q, r, c, k = inputs(3, 4, 45, 48, 16)
     mask = ragged(3, 45, seed=1)
-    expected = spelled_out(q, r, c, k, mask)
+    expected = spelled_out(q, r, c, k, mask=mask)
     static = [torch.full((3, 1, 64, t.shape[2]), torch.nan, device=DEVICE) for t in (c, k)]
     joined = torch.full((3, 45, 48 + 16 + 5), torch.nan, device=DEVICE)
     turned = [torch.full((45, 3, t.shape[2]), torch.nan, device=DEVICE) for t in (c, k)]
@@ -194,12 +196,27 @@ def test_the_cache_is_read_where_it_lies() -> None:
     assert agree(mla_decode(q, r, c, k, wide[:, 1:, :, ::2], SCALE, SMALL), expected)
     one = mask[:1]
     for view in (one, one.expand(3, -1, -1, -1)):
-        assert agree(mla_decode(q, r, c, k, view, SCALE, SMALL), spelled_out(q, r, c, k, one))
+        assert agree(mla_decode(q, r, c, k, view, SCALE, SMALL), spelled_out(q, r, c, k, mask=one))
     across = torch.randn(3, 1, 4, 48, device=DEVICE).transpose(1, 2)  # [B, H, 1, R] as a projection leaves it
     slanted = torch.randn(3, 4, 16, 2, device=DEVICE)[..., :1].transpose(2, 3)
     assert slanted.stride(3) == 2
     found = mla_decode(across, slanted, c, k, mask, SCALE, SMALL)
-    assert agree(found, spelled_out(across, slanted, c, k, mask))
+    assert agree(found, spelled_out(across, slanted, c, k, mask=mask))
+
+
+def test_heads_are_read_where_they_lie() -> None:
+    """A slice of a longer static cache, and one laid out token by token, as tensors that were never made contiguous."""
+    q, k, v = grouped(3, 4, 2, 40, 24, 16)
+    mask = ragged(3, 40, seed=5)
+    wide = [torch.full((3, 2, 60, t.shape[3]), torch.nan, device=DEVICE) for t in (k, v)]
+    for room, t in zip(wide, (k, v), strict=True):
+        room[:, :, 10:50] = t
+    expected = spelled_out(q, k, v, mask=mask)
+    assert agree(gqa_decode(q, *(room[:, :, 10:50] for room in wide), mask, SCALE, SMALL), expected)
+    lone = [t[:, :1].transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]  # one KV head: its stride means nothing
+    assert agree(decode_grouped(q, *lone, mask, SCALE, "triton"), spelled_out(q, *lone, mask=mask))
+    one = [t[:1].transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]  # [1, S, G, D] in memory
+    assert agree(gqa_decode(q[:1], *one, mask[:1], SCALE, SMALL), expected[:1])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -225,10 +242,11 @@ def test_the_least_finite_number_hides_as_it_does_in_torch() -> None:
     assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
 
 
-def test_torch_agrees_with_the_same_oracle() -> None:
-    q, r, c, k = inputs(5, 4, 90, 48, 16)
-    for mask in (None, ragged(5, 90, holes=0.4), added(ragged(5, 90, holes=0.4))):
-        assert agree(decode(q, r, c, k, mask, SCALE, "torch"), spelled_out(q, r, c, k, mask))
+@of_kinds
+def test_torch_agrees_with_the_same_oracle(kind: Kind) -> None:
+    call = kind.call(5, 90)
+    for mask in (None, ragged(5, 90, holes=0.4, seed=2), added(ragged(5, 90, holes=0.4, seed=2))):
+        assert agree(kind.decode(*call, mask, SCALE, "torch"), spelled_out(*call, mask=mask))
 
 
 # What is chosen
@@ -236,15 +254,16 @@ def test_torch_agrees_with_the_same_oracle() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the backends that served, in order."""
+    """Names of the backends that served, in order; torch does the work of all."""
     names: list[str] = []
-    for name, entry in LATENT.items():
+    for kind in KINDS.values():
+        for name, entry in kind.backends.items():
 
-        def run(*arguments: Any, name: str = name) -> torch.Tensor:
-            names.append(name)
-            return torch_decode.decode(*arguments)
+            def run(*arguments: Any, name: str = name, kind: Kind = kind) -> torch.Tensor:
+                names.append(name)
+                return kind.by_torch(*arguments)
 
-        monkeypatch.setitem(LATENT, name, replace(entry, run=run))
+            monkeypatch.setitem(kind.backends, name, replace(entry, run=run))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 
@@ -265,15 +284,34 @@ def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def test_cpu_tensors_are_torchs_without_a_word(served: list[str]) -> None:
-    decode(*(t.cpu() for t in inputs(1, 2, 5, 16, 8)), None, SCALE)
-    assert served == ["torch"]  # warnings are errors here
-
-
-def test_a_gpu_has_triton(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@of_kinds
+def test_a_gpu_has_triton_and_a_cpu_torch(kind: Kind, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kind.decode(*(t.cpu() for t in kind.call(1, 5)), None, SCALE)  # without a word: here warnings are errors
     on_gpu(monkeypatch)
-    decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
-    assert served == ["triton"]
+    kind.decode(*kind.call(1, 5), ragged(1, 5), SCALE)
+    assert served == ["torch", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda q, k, v, m: (q, k, v[..., :8], m), "it takes heads whose values are a multiple of 16, not 8"),
+        (lambda q, k, v, m: (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, m), "do not lie next to those"),
+        (lambda q, k, v, m: (q, k.mT.contiguous().mT, v, m), r"do not lie side by side \(strides 1 and 20\)"),
+    ],
+    ids=["values", "sequences", "strides"],
+)
+def test_torch_steps_in_for_heads_with_one_warning(
+    change: Any, said: str, served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = change(*grouped(3, 6, 2, 20, 16, 16), torch.ones(3, 1, 1, 20, dtype=torch.bool, device=DEVICE))
+    on_gpu(monkeypatch)
+    with pytest.warns(RuntimeWarning, match=f"decoding without the triton backend: .*{said}"):
+        decode_grouped(*call, SCALE)
+    decode_grouped(*call, SCALE)  # without a word
+    assert served == ["torch", "torch"]
+    with pytest.raises(Refusal, match=f"the triton backend cannot decode here: .*{said}"):
+        decode_grouped(*call, SCALE, "triton")
 
 
 @pytest.mark.parametrize(
@@ -334,22 +372,25 @@ def test_torch_steps_in_with_one_warning_a_reason(
         decode(*call, mask, SCALE)
 
 
-def test_a_kernel_is_built_once_before_it_is_first_launched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@of_kinds
+def test_a_kernel_is_built_once_before_it_is_first_launched(
+    kind: Kind, served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_gpu(monkeypatch)
     asked = fails_to_build(monkeypatch)
-    calls = [inputs(batch, 2, cached, 48, 8, torch.float16) for batch, cached in ((1, 5), (3, 9))]
-    masks = [torch.ones(len(c), 1, 1, c.shape[1], dtype=torch.bool, device=DEVICE) for _, _, c, _ in calls]
+    calls = [(kind.call(batch, cached, torch.float16), batch, cached) for batch, cached in ((1, 5), (3, 9))]
     with pytest.warns(RuntimeWarning, match="OutOfResources"):
-        decode(*calls[0], None, SCALE)
-    for call, mask in zip(calls, masks, strict=True):
-        decode(*call, None, SCALE)
-        decode(*call, mask, SCALE)
-    tiling = choose(2, 48, 8, 2, machine(torch.device(DEVICE)))
-    assert asked == [(Shape(2, 48, 8, None, torch.float16, kind), tiling) for kind in (None, torch.bool)]
+        kind.decode(*calls[0][0], None, SCALE)
+    for call, batch, cached in calls:
+        kind.decode(*call, None, SCALE)
+        kind.decode(*call, torch.ones(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE), SCALE)
+    rope = 24 if kind.groups else 16
+    tiling = choose(3, 32, rope, 2, machine(torch.device(DEVICE)))
+    assert asked == [(Shape(3, 32, rope, kind.groups, torch.float16, mask), tiling) for mask in (None, torch.bool)]
     monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
     triton_decode._failure.cache_clear()
     for _ in range(2):
-        decode(*calls[0], None, SCALE)
+        kind.decode(*calls[0][0], None, SCALE)
     assert len(asked) == 3
     assert served == ["torch"] * 5 + ["triton"] * 2
 
@@ -416,12 +457,13 @@ def test_backends_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
         decode(*(t.cpu() for t in call), None, SCALE, "triton")
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+@of_kinds
 @pytest.mark.parametrize("length", [1, 19, 21])
-def test_a_mask_is_for_the_whole_cache(length: int, backend: Any) -> None:
+def test_a_mask_is_for_the_whole_cache(length: int, kind: Kind) -> None:
     mask = torch.ones(2, 1, 1, length, dtype=torch.bool, device=DEVICE)
-    with pytest.raises(Refusal, match=f"mask over {length} tokens to a cache of 20"):
-        decode(*inputs(2, 3, 20, 16, 8), mask, SCALE, backend)
+    for backend in ("auto", "triton", "torch"):
+        with pytest.raises(Refusal, match=f"mask over {length} tokens to a cache of 20"):
+            kind.decode(*kind.call(2, 20), mask, SCALE, backend)
 
 
 # Whole models
@@ -503,12 +545,11 @@ def test_compiled_code_warns_and_goes_on(change: str, said: str, monkeypatch: py
     assert len(asked) == (change == "no kernel")
 
 
-def test_the_operator_keeps_its_promises() -> None:
+@of_kinds
+def test_the_operator_keeps_its_promises(kind: Kind) -> None:
     """What torch.compile believes of it: shapes, strides, no hidden changes."""
-    q, r, c, k = inputs(2, 3, 20, 16, 8)
-    torch.library.opcheck(
-        torch.ops.kvfold.mla_decode, (q, r, c, k, ragged(2, 20), SCALE), test_utils=("test_schema", "test_faketensor")
-    )
+    operator = torch.ops.kvfold.gqa_decode if kind.groups else torch.ops.kvfold.mla_decode
+    torch.library.opcheck(operator, (*kind.call(2, 20), ragged(2, 20), SCALE), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:

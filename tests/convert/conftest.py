@@ -13,12 +13,18 @@ from convert.execute import deciding
 WORDS = ("cat", "mat", "sat", "flat", "once", "upon", "a", "time", "there", "was", "the", "and", "of", "moon", "tree", "ran")
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def spoken() -> str:
     """Words in an order that never repeats, 6,000 characters: 46 blocks of the tiny models' 128 positions."""
     drawn = torch.randint(len(WORDS), (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    return " ".join(WORDS[i] for i in drawn)[:6000]
+
+
+@pytest.fixture
+def words(spoken: str, tmp_path: Path) -> Path:
+    """A file of them."""
     path = tmp_path / "text.txt"
-    path.write_text(" ".join(WORDS[i] for i in drawn)[:6000])
+    path.write_text(spoken)
     return path
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_forked, run_without_kvfold
-from latents import SMALL, WAYS, full_size, method_options
+from forked import run_forked
+from latents import SMALL, WAYS, method_options
 from rows import rows
 from transformers import AutoConfig
 from written import damage, edit, left_nothing, ok, same_but_for_the_run, weights
@@ -30,42 +30,6 @@ from eval import evaluate
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
-
-
-STOCK = """
-import json
-from transformers import AutoModelForCausalLM, AutoTokenizer
-for path in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
-    ids = AutoTokenizer.from_pretrained(path)("once upon", return_tensors="pt")
-    ways = {"greedy": {}, "beam": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
-    said = [model.generate(**ids, max_new_tokens=12, do_sample=False, **way).tolist() for way in ways.values()]
-    cached = model(**ids).past_key_values.layers[0].keys
-    print(json.dumps([type(model).__name__, said, cached.shape[1]]))
-"""
-
-
-def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed(
-    checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    """Four pairs of equal heads become four KV heads, or a latent of full size: both compute what the source does."""
-    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    kinds = {"source": [], "gqa": ["--groups", 4], "mla": full_size(8, 8)}
-    for model_type in classes:
-        source = checkpoint(model_type, num_key_value_heads=8, duplicated=2)
-        source.rename(tmp_path / f"{model_type}-source")
-        for kind in ("gqa", "mla"):
-            ok(convert(kind, tmp_path / f"{model_type}-source", tmp_path / f"{model_type}-{kind}", *kinds[kind]))
-    paths = [str(tmp_path / f"{model_type}-{kind}") for model_type in classes for kind in kinds]
-    done = run_without_kvfold(STOCK, *paths)
-    assert done.returncode == 0, done.stderr
-    results = list(map(json.loads, done.stdout.splitlines()))
-    for expected, name, grouped, latent in zip(results[::3], classes.values(), results[1::3], results[2::3], strict=True):
-        said, (greedy, _, static) = expected[1], expected[1]
-        assert [grouped, latent] == [[name, said, 4], ["DeepseekV3ForCausalLM", said, 1]]
-        assert greedy == static
-        assert len(greedy[0]) > 12
 
 
 def test_two_runs_write_the_same_bytes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from convert import gqa, mla
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.demo.showcase import MODEL
 from convert.families import FAMILIES, family_of
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from eval import evaluate
 from eval.inputs.source import Source
 
@@ -33,16 +32,6 @@ Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
 WITH_KV_HEADS = [name for name, family in FAMILIES.items() if family.has_heads]
-SLIDING = ["sliding_attention"] * 3
-
-PLAIN: dict[str, dict[str, Any]] = {
-    "seed_oss": {"attention_bias": False, "attention_out_bias": True},
-    "smollm3": {"no_rope_layers": [1, 1, 1]},
-    "mistral": {"sliding_window": 128},
-    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
-    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
-}
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 5000.0},
@@ -61,41 +50,6 @@ def spec_of(path: Path) -> AttentionSpec:
 
 
 # ---- fewer KV heads --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
-def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint(model_type)
-    heads = spec_of(source).num_kv_heads
-    ok(convert("gqa", source, tmp_path / "out", "--groups", heads, "--method", "mean", "--force"))
-    before, after = weights(source), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
-def test_equal_heads_merge_without_loss(
-    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
-) -> None:
-    switches = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
-    source = checkpoint(model_type, duplicated=2, **switches)
-    groups = spec_of(source).num_kv_heads // 2
-    ok(convert("gqa", source, tmp_path / "out", "--groups", groups))
-    assert spec_of(tmp_path / "out") == spec_of(source).grouped(groups)
-    if FAMILIES[model_type].shares_heads:
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
-
-
-def test_converting_twice_is_converting_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint(num_key_value_heads=8)
-    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
-    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
-    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
-    for name, tensor in once.items():
-        torch.testing.assert_close(twice[name], tensor)
 
 
 def test_merged_heads_are_rounded_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -138,7 +92,7 @@ def parts_of(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
 def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, letters: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +107,9 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     assert all(torch.equal(before[role].float(), after[role]) for role in after)
 
 
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
+@pytest.mark.parametrize(
+    "model_type", rows(WITH_KV_HEADS, ["llama", "phi3", "falcon", "bloom", "gpt2", "qwen3_moe", "stablelm", "gpt_neo"])
+)
 def test_a_single_head_is_finite_and_refined(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
@@ -205,30 +161,9 @@ def with_text_once(every: Iterable[str], chosen: str) -> list[Any]:
     return rows(product(TWO_WAYS, every), [("svd", row) for row in every] + [(TWO_WAYS[1], chosen)])
 
 
-@pytest.mark.parametrize(
-    ("method", "model_type"),
-    rows(
-        [
-            *((way, "llama") for way in WAYS),
-            *((way, name) for way in TWO_WAYS for name in _LIKE_LLAMA if name in WITH_KV_HEADS and name != "llama"),
-        ]
-    ),
-)
-def test_full_size_gives_the_sources_logits(
-    method: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    """Of phi3's dims, 6 of 8 have RoPE; the others are nope dims, which go into the latent."""
-    source = checkpoint(model_type, **PLAIN.get(model_type, {}))
-    rank, rope = (41, 24) if model_type == "phi3" else (33, 32)
-    size = ["--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)]
-    ok(convert("mla", source, tmp_path / "out", *size))
-    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", rank, rope)
-
-
 def test_dims_without_rope_are_no_rotary_dims(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("phi3", **PLAIN["phi3"])
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    source = checkpoint("phi3", rope_parameters=rope)
     message = "of each key's 8 dims only 6 have RoPE, which makes 24"
     given = convert("mla", source, tmp_path / "out", "--kv-lora-rank", 33, "--qk-rope-head-dim", 26)
     left_nothing(given, 2, message, tmp_path / "out")
@@ -438,15 +373,17 @@ def test_a_layer_of_zeros_is_no_obstacle(
     assert torch.isfinite(logits(tmp_path / "small")).all()
 
 
+POOR = {"constant": "a" * 2000, "repeated": "the same again. " * 200, "one block": "ab" * 64}
+
+
 @pytest.mark.parametrize(
-    "content", ["a" * 2000, "the same again. " * 200, "ab" * 64], ids=["constant", "repeated", "one block"]
+    ("refit", "content"), rows(product([False, True], POOR), [(True, "constant"), (False, "repeated"), (True, "one block")])
 )
-@pytest.mark.parametrize("refit", [False, True])
 def test_poor_texts_give_finite_models(
     refit: bool, content: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     source = checkpoint()
-    (tmp_path / "poor.txt").write_text(content)
+    (tmp_path / "poor.txt").write_text(POOR[content])
     options = ["--method", "pca", "--text", tmp_path / "poor.txt", *(["--refit"] if refit else [])]
     ok(convert("mla", source, tmp_path / "out", *SMALL, *options))
     assert torch.isfinite(logits(tmp_path / "out")).all()
@@ -631,11 +568,12 @@ def test_a_small_latent_by_way_of_a_large_one_loses_hardly_more(code: list[str],
 # ---- a latent of a latent --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def full(checkpoint: Make, convert: Convert, tmp_path: Path) -> Path:
-    """A tiny Llama of 4 KV heads, of which two differ, as MLA at full size: it computes the same."""
-    ok(convert("mla", checkpoint(duplicated=2), tmp_path / "full", *full_size(4, 8)))
-    return tmp_path / "full"
+@pytest.fixture(scope="module")
+def full(shelf: Make, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of 4 KV heads, of which two differ, as MLA at full size: it computes the same. Nothing changes it."""
+    out = tmp_path_factory.mktemp("latent") / "full"
+    ok(convert("mla", shelf(duplicated=2), out, *full_size(4, 8)))
+    return out
 
 
 def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Convert, words: Path, tmp_path: Path) -> None:
@@ -661,7 +599,7 @@ def test_a_latent_of_a_latent_is_lossless_down_to_its_true_rank(
         out = tmp_path / f"{rank}+{rope}"
         ok(convert("mla", full, out, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)))
         distance[rank, rope] = float((logits(out) - logits(full)).abs().max())
-    same_logits(logits(tmp_path / "17+16"), logits(tmp_path / "source"), tolerance(method))
+    same_logits(logits(tmp_path / "17+16"), logits(full), tolerance(method))
     assert distance[17, 14] > 1e-2
     assert distance[13, 16] > 1e-2
     assert distance[9, 4] > max(distance[17, 14], distance[13, 16])
@@ -703,7 +641,9 @@ def test_the_stock_class_loads_a_latent_of_a_latent_whole(full: Path, convert: C
     assert (layer.keys.shape[-1], layer.values.shape[-1]) in ((12, 6), (6, 12))
 
 
-def test_a_latent_is_inspected_planned_and_evaluated(full: Path, convert: Convert, words: Path, tmp_path: Path) -> None:
+def test_a_latent_is_inspected_planned_and_evaluated(
+    full: Path, shelf: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
     facts = json.loads(ok(convert("inspect", full, "--json")).stdout)
     assert (facts["attention"], facts["kv_heads"], facts["kv_lora_rank"]) == ("MLA-33+32", None, 33)
     assert facts["kv_bytes_per_token"] == 3 * 65 * 4
@@ -718,7 +658,7 @@ def test_a_latent_is_inspected_planned_and_evaluated(full: Path, convert: Conver
         rank, rope = row["kind"].removeprefix("MLA-").split("+")
         ok(convert("mla", full, tmp_path / rank, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, "--method", "svd"))
         assert row["parameters"] == sum(tensor.numel() for tensor in weights(tmp_path / rank).values())
-    models = [tmp_path / "source", full, tmp_path / rank]
+    models = [shelf(duplicated=2), full, tmp_path / rank]
     _, same, small = json.loads(ok(convert("eval", *models, "--text", words, "--json", "-q")).stdout)["models"]
     assert same["kl_to_source"] == pytest.approx(0, abs=1e-6)
     assert small["kl_to_source"] > 1e-3

@@ -62,6 +62,7 @@ def test_each_step_brings_the_result_closer(
     assert 0 < sum(errors["refit"]) < sum(errors["method"])
 
 
+@pytest.mark.slow  # the same steps over records of a latent, each of which is fitted in tests of its own
 def test_each_step_brings_a_latent_of_a_latent_closer(
     checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
 ) -> None:

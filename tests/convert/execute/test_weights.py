@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from latents import SMALL, method_options
+from rows import rows
 from safetensors.torch import load_file
 from written import damage, left_nothing, ok, same_but_for_the_run, weights
 
@@ -55,7 +56,7 @@ def test_shards_are_bounded_and_hold_the_same(checkpoint: Make, convert: Convert
     assert torch.equal(logits(tmp_path / "many"), logits(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", rows(LATENT, ["weighted"]))
 @pytest.mark.parametrize(
     "name",
     ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight",

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from alike import comes_back, decodes_alike
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from alike import decodes_alike
 from latents import tokens
 from tiny import tiny_config
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
@@ -21,13 +19,6 @@ from attention.errors import Refusal
 from convert.families import FAMILIES
 
 ALIBI = ("bloom", "mpt")
-
-
-@settings(max_examples=20, deadline=None)
-@given(heads=st.integers(1, 9), head_dim=st.integers(1, 6), half=st.booleans(), model_type=st.sampled_from(ALIBI))
-def test_join_is_the_inverse_of_split(heads: int, head_dim: int, half: bool, model_type: str) -> None:
-    config = tiny_config(model_type, num_attention_heads=heads, hidden_size=heads * head_dim)
-    comes_back(FAMILIES[model_type], config, dtype=torch.bfloat16 if half else torch.float32)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 112])

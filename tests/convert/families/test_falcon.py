@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from alike import comes_back, decodes_alike
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tiny import layer_tensors, tiny_config, tiny_model
+from alike import decodes_alike
+from tiny import tiny_config, tiny_model
 from written import Convert, Logits, Make, edit, ok, weights
 
 from attention import load
-from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from eval.quality.cost import measured_bytes_per_token
@@ -26,41 +23,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "some, two norms": {"new_decoder_architecture": True, "num_kv_heads": 4},
     "some, one norm": {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1, "bias": True},
 }
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
-    groups, share = data.draw(st.integers(1, 3), "KV heads"), data.draw(st.integers(1, 3), "query heads per KV head")
-    heads, head_dim = groups * share, 2 * data.draw(st.integers(1, 4), "half of D")
-    layouts = [{"new_decoder_architecture": True, "num_kv_heads": groups}]
-    layouts += [{"multi_query": True}] if groups == 1 else [{"multi_query": False}] if share == 1 else []
-    layout, bias = data.draw(st.sampled_from(layouts), "layout"), data.draw(st.booleans(), "bias")
-    config = tiny_config("falcon", num_attention_heads=heads, hidden_size=heads * head_dim, bias=bias, **layout)
-    family, dtype = family_of("falcon").for_config(config), data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    assert family.spec(config).num_kv_heads == groups
-    comes_back(family, config, dtype=dtype)
-
-
-@pytest.mark.parametrize("case", ARCHITECTURES)
-def test_every_architecture_is_read_as_its_class_computes_it(case: str) -> None:
-    config = tiny_config("falcon", **ARCHITECTURES[case])
-    model, family = tiny_model(config), family_of("falcon").for_config(config)
-    names = {name for name in model.state_dict() if ".self_attention." not in name and name != "lm_head.weight"}
-    assert all(family.names.place(name) for name in names)
-    norm, seen = family.input_norm(0), list[torch.Tensor]()
-    assert norm is not None
-    assert f"{norm.name}.weight" in names
-    model.get_submodule(norm.name).register_forward_hook(lambda module, args, out: seen.append(out))
-    model.get_submodule(family.module(0)).register_forward_hook(
-        lambda module, args, kwargs, out: seen.extend((args[0], out[0])), with_kwargs=True
-    )
-    with torch.inference_mode():
-        model(torch.arange(4, 24)[None])
-        normalised, x, out = seen
-        record = family.split(layer_tensors(model, family, 0), model.config, 0)
-        assert torch.equal(normalised, x)
-        torch.testing.assert_close(grouped_attention(x, record), out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,12 @@
-"""GPTBigCode: one KV head or as many as query heads, in two layouts of one tensor."""
+"""GPTBigCode: one KV head is a source, and what its class ignores is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from alike import comes_back
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from latents import same_logits
-from tiny import layer_tensors, tiny_config, tiny_model
 from written import Convert, Logits, Make, edit, left_nothing, ok, weights
-
-from attention.reference import grouped_attention
-from convert.families import FAMILIES
-
-FAMILY = FAMILIES["gpt_bigcode"]
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
-    heads, dim = data.draw(st.integers(1, 6), "heads"), data.draw(st.integers(1, 9), "head dim")
-    config = tiny_config(
-        "gpt_bigcode",
-        num_attention_heads=heads,
-        hidden_size=heads * dim,
-        multi_query=data.draw(st.booleans(), "multi_query"),
-        scale_attn_weights=data.draw(st.booleans(), "scale_attn_weights"),
-    )
-    record = comes_back(FAMILY, config)
-    assert (len(record.q), len(record.k)) == (heads, 1 if config.multi_query else heads)
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("multi_query", [True, False])
-def test_the_record_computes_what_the_class_computes(multi_query: bool, scaled: bool) -> None:
-    model = tiny_model(tiny_config("gpt_bigcode", multi_query=multi_query, scale_attn_weights=scaled)).double()
-    model.set_attn_implementation("sdpa")  # eager attention has its softmax in fp32
-    record = FAMILY.split(layer_tensors(model, FAMILY, 1), model.config, 1)
-    x = torch.randn(2, 9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    with torch.inference_mode():
-        expected = model.transformer.h[1].attn(x, attention_mask=mask)[0]
-        found = grouped_attention(x, record)
-    assert float((found - expected).abs().max()) < 1e-9
 
 
 def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import SWITCHES, tiny_config, tiny_model
 
 from attention.errors import Failure
-from convert.families import FAMILIES
+from convert.families import FAMILIES, Family
 from convert.families.names import ROLES, NameTable, Place, Row
 from eval.inputs.reader import Reader
 
@@ -31,18 +30,29 @@ THREE = tuple(f"layers.{{layer}}.mlp.shared.{part}" for part in ("gate", "up", "
 FUSED = NameTable([Row("decoder.{layer}.all", THREE), Row("turned.{layer}", ("layers.{layer}.mlp.up",), transposed=True)])
 
 
-def saved(model_type: str, path: Path) -> tuple[Any, Reader]:
-    model = tiny_model(tiny_config(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    *((model_type, {}) for model_type in FAMILIES),
+    ("falcon", {"parallel_attn": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1}),
+]
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: "-".join([row[0], *row[1]]))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Reader, Family]:
+    """A checkpoint with every switch on: its config, its tensors and their family."""
+    model_type, changes = request.param
+    model = tiny_model(tiny_config(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True), **changes))
+    path = tmp_path_factory.mktemp(model_type)
     model.save_pretrained(path)
-    return model.config, Reader(path)
+    return model.config, Reader(path), FAMILIES[model_type].for_config(model.config)
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(model_type: str, tmp_path: Path) -> None:
-    (config, reader), family = saved(model_type, tmp_path), FAMILIES[model_type]
+def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(saved: tuple[Any, Reader, Family]) -> None:
+    config, reader, family = saved
     attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(config, layer)}
     assert attention < reader.infos.keys()
     roles: list[str] = []
@@ -63,9 +73,9 @@ def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(model_type
     assert all(family.names.place(name) is None for name in attention)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_roles_mean_what_the_class_does(model_type: str, tmp_path: Path) -> None:
-    (config, reader), names = saved(model_type, tmp_path), FAMILIES[model_type].names
+def test_roles_mean_what_the_class_does(saved: tuple[Any, Reader, Family]) -> None:
+    config, reader, family = saved
+    names = family.names
     shapes: dict[str, tuple[int, ...]] = {}
     for name, info in reader.infos.items():
         if place := names.place(name):

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import torch
-from alike import comes_back
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tiny import tiny_config, tiny_model
 
 from convert.families import FAMILIES
 
 CODEGEN = FAMILIES["codegen"]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    share=st.integers(1, 3),
-    dim=st.integers(2, 7),
-    layer=st.integers(0, 2),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_join_is_the_inverse_of_split(share: int, dim: int, layer: int, dtype: torch.dtype) -> None:
-    config = tiny_config("codegen", num_attention_heads=4 * share, hidden_size=4 * share * dim, rotary_dim=2)
-    record = comes_back(CODEGEN, config, layer, dtype)
-    assert record.q.shape == record.k.shape == record.v.shape == (4 * share, dim, 4 * share * dim)
 
 
 def test_a_block_has_queries_then_values_then_keys() -> None:

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_without_kvfold
 from latents import logits_of, same_logits, tokens
 from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, ok, weights
 
-from attention import load
 from convert.families import FAMILIES
 from convert.hosts import HOSTS, kvfold
 from convert.hosts.gpt_bigcode import HOST
-from eval.quality.cost import measured_bytes_per_token
 
 GLOBAL = {"attention_types": [[["global"], 3]]}
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,30 +30,8 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def exact_logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    """In fp64, by sdpa where the class has it: eager attention has its softmax in fp32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-    with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
-
-
 def config_of(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "config.json").read_text()))
-
-
-@pytest.mark.parametrize("case", SOURCES)
-def test_equal_heads_merge_without_loss(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    model_type, changes = SOURCES[case]
-    heads = changes.get("num_attention_heads", 8)
-    source = checkpoint(model_type, duplicated=heads, **changes)
-    ok(convert("mqa", source, tmp_path / "out", "--method", "mean"))
-    assert (config_of(tmp_path / "out")["model_type"], config_of(tmp_path / "out")["multi_query"]) == ("gpt_bigcode", True)
-    found, expected = (exact_logits(path, tokens(24)) for path in (tmp_path / "out", source))
-    # GPT-Neo's attention is in fp32.
-    assert float((found - expected).abs().max()) < (1e-5 if model_type == "gpt_neo" else 1e-9)
 
 
 @pytest.mark.parametrize("case", SOURCES)
@@ -85,49 +60,6 @@ def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tm
     expected = logits_of(source, tokens(24))
     far, near = (float((logits_of(tmp_path / name, tokens(24)) - expected).norm()) for name in ("plain", "out"))
     assert near < far
-
-
-STOCK = """
-import json
-from transformers import AutoModelForCausalLM, AutoTokenizer
-for path in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(info.values()), info
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    asked = {"max_new_tokens": 12, "do_sample": False}
-    def said(text, **more):
-        ids = tokenizer(text, return_tensors="pt", padding=True)
-        return model.generate(**ids, **asked, **more)[:, -12:].tolist()
-    both = said(["once", "upon a time"])
-    assert both == said(["once"]) + said(["upon a time"])
-    assert both[:1] == said(["once"], cache_implementation="static")
-    print(json.dumps([type(model).__name__, both]))
-"""
-
-
-def test_results_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    paths = []
-    for model_type in ("gpt2", "gpt_neo", "opt"):
-        changes = GLOBAL if model_type == "gpt_neo" else {}
-        source, out = checkpoint(model_type, name=model_type, duplicated=8, **changes), tmp_path / f"{model_type}-out"
-        ok(convert("mqa", source, out, "--method", "mean"))
-        assert not list(out.glob("*.py"))
-        paths += [str(source), str(out)] if model_type != "gpt_neo" else [str(out)]  # its class has no static cache
-    done = run_without_kvfold(STOCK, *paths)
-    assert done.returncode == 0, done.stderr
-    gpt2, gpt2_out, neo_out, opt, opt_out = map(json.loads, done.stdout.splitlines())
-    assert (gpt2[0], opt[0]) == ("GPT2LMHeadModel", "OPTForCausalLM")
-    assert gpt2_out == ["GPTBigCodeForCausalLM", gpt2[1]]
-    assert opt_out == ["GPTBigCodeForCausalLM", opt[1]]
-    assert neo_out[0] == "GPTBigCodeForCausalLM"
-
-
-def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("gpt2")
-    planned = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
-    ok(convert("mqa", source, tmp_path / "out"))
-    assert planned["kv_bytes_per_token_after"] == 3 * 2 * 8 * 4
-    assert measured_bytes_per_token(load(tmp_path / "out"), "float32") == planned["kv_bytes_per_token_after"]
 
 
 def test_a_result_is_a_source(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

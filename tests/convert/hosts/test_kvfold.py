@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from alike import decodes_alike
-from forked import run_without_kvfold
 from latents import tokens
 from rows import rows
 from tiny import SWITCHES, switched, tiny_config
@@ -22,9 +21,6 @@ from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
-
-FEW = ["--calibration-tokens", 384, "--calibration-context", 48]
-
 
 # Families whose own class cannot share heads, and those that it shares before a norm or a clamp.
 IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
@@ -78,90 +74,6 @@ def test_a_config_nests_the_sources() -> None:
     again = HOST.config(found, sized, target.grouped(1), None)
     assert again == {**found, "text_config": {**found["text_config"], "num_key_value_heads": 1}}
     assert HOST.layout(layout) is layout
-
-
-REMOTE = """
-import json
-from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
-dynamic_module_utils.HF_MODULES_CACHE, *paths = sys.argv[1:]
-for path in paths:
-    own = {"trust_remote_code": True}
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **own)
-    assert not any(info.values()), info
-    ids = AutoTokenizer.from_pretrained(path, **own)("once upon", return_tensors="pt")
-    ways = {"greedy": {}, "beam": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
-    said = [model.generate(**ids, max_new_tokens=12, do_sample=False, **way).tolist() for way in ways.values()]
-    cached = model(**ids).past_key_values.layers[0].keys
-    print(json.dumps([type(model).__name__, said, cached.shape[1]]))
-"""
-
-
-CLASSES = {
-    "biogpt": ("BioGptForCausalLM", "KvfoldForCausalLM"),
-    "bloom": ("BloomForCausalLM", "KvfoldForCausalLM"),
-    "codegen": ("CodeGenForCausalLM", "PhiForCausalLM"),
-    "falcon": ("FalconForCausalLM", "KvfoldForCausalLM"),
-    "gpt2": ("GPT2LMHeadModel", "KvfoldForCausalLM"),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", "KvfoldForCausalLM"),
-    "gpt_neo": ("GPTNeoForCausalLM", "KvfoldForCausalLM"),
-    "gpt_neox": ("GPTNeoXForCausalLM", "KvfoldForCausalLM"),
-    "gptj": ("GPTJForCausalLM", "PhiForCausalLM"),
-    "mpt": ("MptForCausalLM", "KvfoldForCausalLM"),
-    "opt": ("OPTForCausalLM", "KvfoldForCausalLM"),
-    "xglm": ("XGLMForCausalLM", "KvfoldForCausalLM"),
-}
-
-
-@pytest.mark.parametrize("model_type", rows(CLASSES, ["bloom", "codegen", "gpt_neo", "gpt_neox", "opt"]))
-def test_results_run_where_kvfold_is_not_installed(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source, four, latent = checkpoint(model_type, duplicated=2), tmp_path / "four", tmp_path / "latent"
-    ok(convert("gqa", source, four, "--groups", 4))
-    if model_type in IGNORING:
-        assert all((four / file.name).read_bytes() == file.read_bytes() for file in CODE)
-    else:
-        assert not list(four.glob("*.py"))
-    ok(convert("mla", source, latent, "--kv-budget", "100%"))
-    done = run_without_kvfold(REMOTE, tmp_path / "modules", source, four, latent)
-    assert done.returncode == 0, done.stderr
-    own, grouped = CLASSES[model_type]
-    expected, *found = map(json.loads, done.stdout.splitlines())
-    said = expected[1]
-    assert expected == [own, said, 8]
-    assert found == [[grouped, said, 4], ["KvfoldForCausalLM", said, 1]]
-
-
-def test_latents_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    """Of families that need more than projections: norms, caps, RoPE in neighbouring dims."""
-    paths: list[str] = []
-    for model_type in ("cohere2", "gemma2", "qwen3"):  # 4 KV heads of 8 dims: 64 numbers, of which 32 rotate
-        source, out = checkpoint(model_type, name=model_type), tmp_path / f"{model_type}-mla"
-        ok(convert("mla", source, out, "--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd"))
-        paths += [str(source), str(out)]
-    done = run_without_kvfold(REMOTE, tmp_path / "modules", *paths)
-    assert done.returncode == 0, done.stderr
-    results = list(map(json.loads, done.stdout.splitlines()))
-    for expected, latent in zip(results[::2], results[1::2], strict=True):
-        assert (expected[2], latent) == (4, ["KvfoldForCausalLM", expected[1], 1])
-
-
-@pytest.mark.parametrize("model_type", rows(IGNORING, ["bloom", "falcon", "gpt2", "mpt", "opt"]))
-def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
-    source, least = checkpoint(model_type), ["--groups", 2, "--method", "mean"]  # one group may be a stock class
-    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("gqa", tmp_path / "four", tmp_path / "four-one", *least))
-    ok(convert("gqa", source, tmp_path / "one", *least))
-    ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4, "--force"))
-    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
-    assert twice.keys() == once.keys()
-    for name, tensor in once.items():
-        torch.testing.assert_close(twice[name], tensor)
-    before, after = weights(tmp_path / "four"), weights(tmp_path / "same")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all((tmp_path / "same" / file.name).exists() for file in CODE), "its config.json names them"
-    assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "four"))
-    facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
-    rope = "default" if model_type in ("falcon", "gpt_neox") else None
-    assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
 
 
 @pytest.mark.parametrize(
@@ -303,26 +215,6 @@ def test_what_its_attention_does_not_do_is_refused(
     monkeypatch.setattr(type(family), "traits", lambda *_: dataclasses.replace(traits, **changed))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
     assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2)))
-
-
-@pytest.mark.parametrize("model_type", rows(BEHIND, ["cohere", "exaone4", "mpt", "olmo2", "qwen3"]))
-def test_heads_are_shared_behind_a_norm_or_a_clamp(
-    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    """Equal heads merge without loss, in any layout of RoPE, with windows, and without positions; the result is a source."""
-    from transformers import AutoModelForCausalLM
-
-    source = checkpoint(model_type, duplicated=2, **BEHIND[model_type])
-    count = 4 if model_type == "mpt" else 2  # of 8 or 4 KV heads
-    ok(convert("gqa", source, tmp_path / "out", "--groups", count, "--class", "kvfold", "--text", words, "--heal", 0, *FEW))
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["recipe"]["gqa"]["class"] == "kvfold"
-    expected = logits(source)
-    torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model(tokens(20)).past_key_values.layers[0].keys.shape[1] == count
-    decodes_alike(model, tokens(20))
-    ok(convert("mqa", tmp_path / "out", tmp_path / "one", "--method", "mean"))
-    assert torch.isfinite(logits(tmp_path / "one")).all()
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families | LATENT_HOST.families))

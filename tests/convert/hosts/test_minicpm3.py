@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_without_kvfold
-from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
-from rows import rows
+from latents import full_size, logits_of, same_logits, tokens
 from tiny import tiny_config
-from written import Convert, Logits, Make, ok, weights
+from written import Convert, Make, ok, weights
 
 from attention import load
 from attention.latent import HalfSplitLatentAttention
 from convert.families import FAMILIES, family_of
 from convert.families.deepseek import MINICPM3
 from convert.hosts.minicpm3 import HOST
-from eval.inputs.source import Source
-from eval.quality.cost import cache_figures
 
 SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-KINDS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "biases": {"attention_bias": True},
-    "heads wider than the model": {"head_dim": 12},
-    "an embedding scale that is no integer": {"hidden_size": 80},
-    "YaRN": {"rope_parameters": YARN},
-    "a head of its own": {"tie_word_embeddings": False},
-}
 
 
 def full(changes: dict[str, Any]) -> list[Any]:
     return full_size(4, changes.get("head_dim", 8), changes.get("hidden_size", 64))
-
-
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    rows(
-        product(["svd", "weighted with text"], KINDS),
-        [*(("svd", kind) for kind in KINDS), ("weighted with text", next(iter(KINDS)))],
-    ),
-)
-def test_full_size_gives_the_sources_logits(
-    method: str, kind: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    source = checkpoint("gemma", **KINDS[kind])
-    ok(convert("mla", source, tmp_path / "out", *full(KINDS[kind]), *method_options(method, words)))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("minicpm3", ["TransformersForCausalLM"])
-    assert (config["scale_emb"], config["scale_depth"]) == (math.sqrt(config["hidden_size"]), math.sqrt(3))
-    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -73,32 +40,6 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
     assert set(norms) <= set(provenance["tensors"]["converted"])
 
 
-def test_bfloat16_loses_little_more_than_the_source_does_in_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source, ids = checkpoint("gemma"), tokens(12)
-    ok(convert("mla", source, tmp_path / "out", *full({}), "--method", "svd", "--dtype", "bfloat16"))
-    exact, half = logits_of(source, ids), logits_of(source, ids, torch.bfloat16)
-    off = float((half - exact).norm() / exact.norm())
-    for model in (logits_of(tmp_path / "out", ids, torch.bfloat16), logits_of(tmp_path / "out", ids)):
-        assert float((model - exact).norm() / exact.norm()) < 2 * off
-
-
-RUN = """
-import json
-from alike import cached_by
-model, cache = cached_by(sys.argv[1])
-print(json.dumps([type(model).__name__, cache.keys.shape[1:], cache.values.shape[1:]]))
-"""
-
-
-def test_a_result_runs_where_kvfold_is_not_installed_and_caches_the_latent(
-    checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    ok(convert("mla", checkpoint("gemma"), tmp_path / "out", *SMALL))
-    done = run_without_kvfold(RUN, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["MiniCPM3ForCausalLM", [1, 9, 16], [1, 9, 8]]
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_it_decodes_over_its_latent(biased: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("mla", checkpoint("gemma", attention_bias=biased), tmp_path / "out", *SMALL))
@@ -112,18 +53,6 @@ def test_it_decodes_over_its_latent(biased: bool, checkpoint: Make, convert: Con
         assert torch.equal(model.generate(ids, **asked), model.generate(ids, use_cache=False, **asked))
     model.save_pretrained(tmp_path / "again")
     same_logits(logits_of(tmp_path / "again", ids), logits_of(tmp_path / "out", ids), 1e-6)
-
-
-def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    source = checkpoint("gemma")
-    planned = json.loads(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json").stdout)
-    ok(convert("mla", source, tmp_path / "out", *SMALL))
-    spec = family_of("minicpm3").spec(Source.parse(str(tmp_path / "out")).config)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    figures = cache_figures(model, spec, "float32", planned["kv_bytes_per_token_before"])
-    assert figures["kv_bytes_per_token"] == planned["kv_bytes_per_token_after"] == 3 * (16 + 8) * 4
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from alike import decodes_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latents import same_logits, tokens
@@ -20,7 +19,6 @@ from convert.families import FAMILIES, family_of
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.phi import HOST
-from eval.quality.cost import measured_bytes_per_token
 
 FAMILY = sorted(HOST.families)
 
@@ -95,28 +93,6 @@ def test_a_config_says_what_the_source_does() -> None:
     assert torch.equal(rotary.frequencies, expected.frequencies)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", FAMILY)
-def test_results_run_alike_in_every_way(
-    model_type: str, tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    source = checkpoint(model_type, tie_word_embeddings=tied)
-    planned = json.loads(convert("gqa", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json").stdout)
-    assert (planned["output_class"], planned["model_type"]) == ("phi", "phi")
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    assert measured_bytes_per_token(model, "float32") == planned["kv_bytes_per_token_after"] == 3 * 2 * 2 * 8 * 4
-    ids = tokens(12)
-    decodes_alike(model, ids)
-    model.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    with torch.inference_mode():
-        assert torch.equal(again(ids).logits, model(ids).logits)
-
-
 @pytest.mark.parametrize("model_type", FAMILY)
 def test_masks_of_old_checkpoints_are_dropped_and_all_else_keeps_its_bits(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
@@ -135,26 +111,6 @@ def test_masks_of_old_checkpoints_are_dropped_and_all_else_keeps_its_bits(
     assert torch.equal(after["model.layers.1.self_attn.dense.weight"], before["transformer.h.1.attn.out_proj.weight"])
     for name in ("q_proj", "k_proj", "v_proj", "dense"):
         assert not after[f"model.layers.1.self_attn.{name}.bias"].any()
-
-
-@pytest.mark.parametrize("model_type", FAMILY)
-def test_as_many_groups_as_heads_is_a_copy_in_the_sources_class(
-    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    source = checkpoint(model_type)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 8, "--force"))
-    configs = [json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out")]
-    assert configs[0] == configs[1]
-
-
-def test_its_results_are_sources(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    ok(convert("gqa", checkpoint("codegen"), tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("mqa", tmp_path / "four", tmp_path / "twice", "--method", "mean"))
-    ok(convert("mqa", tmp_path / "source", tmp_path / "once", "--method", "mean"))
-    twice, once = weights(tmp_path / "twice"), weights(tmp_path / "once")
-    assert twice.keys() == once.keys()
-    for name, tensor in once.items():
-        torch.testing.assert_close(twice[name], tensor)
 
 
 def test_a_bias_that_only_the_class_has_is_fitted(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_file_is_converted_and_evaluated_and_what_was_dequantised_is_removed(
     assert provenance["run"]["source_files"].keys() == {"small.gguf"}
     assert "dequantised to bfloat16" in (out / "README.md").read_text()
     assert "nothing to do" in ok(convert("gqa", source, out, "--groups", 1, "--resume")).stderr
-    again = ok(convert("run", tmp_path / "out", tmp_path / "again"))
+    ok(convert("run", tmp_path / "out", tmp_path / "again"))
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     (tmp_path / "text.txt").write_text("".join(map(chr, range(40, 120))) * 9)

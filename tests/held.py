@@ -1,0 +1,114 @@
+"""Sources of latents in kvfold's class and in others, with their sizes; and what tests of results ask of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from attention.models import MODEL_TYPE
+from attention.versions import keep_caps
+from convert.families import FAMILIES
+from convert.families.neutral import constants
+from convert.hosts.kvfold import LATENT_HOST
+from convert.planning.bounds import LatentBounds
+from eval.inputs.source import Source
+
+
+class Row(NamedTuple):
+    """A source, and the class that holds what is made of it.
+
+    Attributes:
+        model_type: The source's.
+        holds: The result's, in its config.json.
+        changes: Fields of the source's config.
+        groups: KV heads of a result with fewer of them, of which all others are copies.
+        options: Those of the conversion to fewer KV heads.
+        tolerance: Of its logits, relative to the largest; below 1e-6 they are computed in fp64.
+    """
+
+    model_type: str
+    holds: str
+    changes: Mapping[str, Any] = MappingProxyType({})
+    groups: int = 0
+    options: tuple[Any, ...] = ()
+    tolerance: float = 1e-4
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = DEFAULT | {"rope_type": "dynamic", "factor": 4.0}
+# What no stock class of latent attention can hold, of families that one can hold otherwise.
+BEYOND: dict[str, dict[str, Any]] = {
+    "llama": {"mlp_bias": True, "attention_bias": True},
+    "mistral": {"sliding_window": 7},
+    "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
+    "ernie4_5": {"use_bias": True, "mlp_bias": True},
+    "gemma": {"rope_parameters": DYNAMIC},
+    "helium": {"mlp_bias": True},
+    **dict.fromkeys(("cohere2", "exaone4", "gemma3_text"), MIXED),
+    "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 0.5},
+    "vaultgemma": {"attn_logit_softcapping": 0.5},
+    "olmo3": MIXED | {"rope_parameters": {"sliding_attention": DEFAULT, "full_attention": YARN}},
+    "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "phi3": {"sliding_window": 7},
+    "gpt_neo": {"window_size": 7},
+    "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+    "seed_oss": {"mlp_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
+}
+NO_ROPE = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm")
+NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
+CLIPPED: dict[str, dict[str, Any]] = {  # to less than most of what is projected
+    "mpt": {"attn_config": {"clip_qkv": 0.5}},
+    "olmo": {"clip_qkv": 0.5},
+    "olmoe": {"clip_qkv": 0.5},
+}
+
+
+def latent_of(case: str) -> Row:
+    """Of a model type, perhaps with QK-norm or a clamp: "olmo, clipped"; in kvfold's class."""
+    name, _, also = case.partition(", ")
+    more = {"": {}, "QK-norm": NORM_SWITCHES, "clipped": CLIPPED}[also].get(name, {})
+    return Row(name, MODEL_TYPE, {**BEYOND.get(name, {}), **more})
+
+
+def sized(rank: int, rope: int) -> list[Any]:
+    return ["--kv-lora-rank", rank, *(["--qk-rope-head-dim", rope] if rope else [])]
+
+
+def full(source: Path, row: Row) -> list[Any]:
+    """The options of full size: every rotary component, all the rest in the latent, and beside it what a stock class needs."""
+    read, family = Source.parse(str(source)), FAMILIES[row.model_type]
+    rotaries = [family.rotary(read.config, layer) for layer in range(3)]
+    rope = family.spec(read.config).num_kv_heads * max((rotary.dims for rotary in rotaries if rotary), default=0)
+    rank = LatentBounds(read, family, LATENT_HOST).full_rank(rope)
+    if row.holds != MODEL_TYPE:
+        rank = next(r for r in range(rank, rank + 3) if r - len(constants(r)) >= rank)
+    return sized(rank, rope)
+
+
+def small(row: Row) -> list[Any]:
+    return sized(24, 0 if row.model_type in NO_ROPE else 4)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "config.json").read_text()))
+
+
+def stock(path: Path, **arguments: Any) -> Any:
+    """The class as transformers loads it, not absorbed."""
+    from transformers import AutoModelForCausalLM
+
+    return keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)).eval()
+
+
+def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
