@@ -270,7 +270,7 @@ def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert
             found.append(output.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-6)
     spec = AttentionSpec.from_config(model.config)
-    assert sum(layer.stored_bytes(8) for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40, 8)
+    assert sum(layer.nbytes for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40)
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "gpt_neox", "gptj", "gemma", "mpt", "qwen3"])
