@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
         return sum(part.nbytes for part in self if part is not None)
 
 
-def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | None = None) -> Encoded:
+def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """`values [..., n]` in a format.
 
     fp8 is e4m3 with a scale of 1, as engines take it without calibration: values beyond 448 become 448. A group with a value
@@ -42,7 +42,6 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
         values: In any floating dtype.
         form: The format; n is a multiple of 8 where values take less than a byte.
         group: Consecutive values that share a scale; n where channels have classes.
-        seen: `[..., n]`, broadcast; false for values that no scale should count. None for all.
     """
     if form.classes:
         parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
@@ -52,34 +51,26 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(_dtype(form)))
-    codes, scales, offsets = _quantised(values.float(), form, group, seen)
+    codes, scales, offsets = _quantised(values.float(), form, group)
     return Encoded(_packed(codes, form.bits), scales, offsets)
 
 
-def _quantised(
-    given: torch.Tensor, form: Format, group: int, seen: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes `[..., n]` in uint8, scales and offsets; arguments as of `encode`, n is any."""
     size, top = given.shape[-1], 2**form.bits - 1
     if form.steps:
-        parts = _each_group(given if seen is None else given.where(seen, 0), group, 0)
+        parts = _each_group(given, group, 0)
         exact = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))[..., 0] / form.steps
         inverse = (1 / exact).masked_fill(exact == 0, 0)  # of the scale before it is rounded, as llama.cpp has it
         codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
         return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
     if form.reach:
-        magnitudes = _each_group(given if seen is None else given.where(seen, 0), group, 0).abs().amax(-1)
+        magnitudes = _each_group(given, group, 0).abs().amax(-1)
         scales = (magnitudes * (form.reach / (2 ** (form.bits - 1) - 0.5))).half()
         steps = _spread(scales.float().masked_fill(scales == 0, 1), group, size)
         return (given / steps + 2 ** (form.bits - 1)).floor().nan_to_num(0).clamp(0, top).to(torch.uint8), scales, None
-    low, high = given, given
-    if seen is not None:
-        low, high = given.where(seen, torch.inf), given.where(seen, -torch.inf)
-    offsets = _each_group(low, group, torch.inf).amin(-1)
-    ranges = _each_group(high, group, -torch.inf).amax(-1) - offsets
-    if seen is not None:  # a group of which nothing counts
-        unseen = offsets == torch.inf
-        offsets, ranges = offsets.masked_fill(unseen, 0), ranges.masked_fill(unseen, 0)
+    offsets = _each_group(given, group, torch.inf).amin(-1)
+    ranges = _each_group(given, group, -torch.inf).amax(-1) - offsets
     offsets, scales = offsets.half(), (ranges / top).half()
     steps = scales.float().masked_fill(scales == 0, 1)
     codes = ((given - _spread(offsets.float(), group, size)) / _spread(steps, group, size)).round()
@@ -97,13 +88,8 @@ def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> tor
     if stored.scales is None:
         fp8 = stored.codes.dtype == torch.float8_e4m3fn
         return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
-    codes = integers(stored, form, torch.promote_types(dtype, torch.float32))
+    codes = _unpacked(stored.codes, form.bits).to(torch.promote_types(dtype, torch.float32))
     return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
-
-
-def integers(stored: Encoded, form: Format, dtype: torch.dtype) -> torch.Tensor:
-    """The codes `[..., n]` of integers of a few bits, as numbers of `dtype` in a new tensor."""
-    return _unpacked(stored.codes, form.bits).to(dtype)
 
 
 def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, form: Format, group: int) -> torch.Tensor:
@@ -132,11 +118,10 @@ def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
 def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
     """A part of a cache `[..., T, n]` as it is read.
 
-    Of keys that are grouped along time, all full groups are rounded; a query of `attention.cache` reads its own group, at most
-    the newest 32 tokens, in full precision. Gradients pass as if nothing were rounded (the straight-through estimator, arXiv
-    1308.3432).
+    Of keys that are grouped along time, all full groups are rounded; the tokens behind them stay as they are. Gradients pass as
+    if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
     """
-    if form.along_time(part):
+    if form.tokens and part == "keys":
         full = states.shape[-2] // form.tokens * form.tokens
         closed = _rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
         return torch.cat((closed, states[..., full:, :]), -2)

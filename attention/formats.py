@@ -1,11 +1,13 @@
 """Formats of cached numbers: how many bytes they take, scales included. `attention.encoding` encodes and decodes them.
 
-A format is a plain dtype, or integers of a few bits with a scale, and mostly an offset, in float16 for each group of values.
-Values of heads and latents are grouped within one token. In `int4` to `int2` (KIVI, arXiv 2402.02750), keys of heads are
-grouped along time, per channel: a group is as many consecutive tokens as share a scale, and stays in full precision while a
-token of it is the newest. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a Hadamard
-matrix (its pull request 21038). It has none for latents. `mixed` gives the channels of a latent, which come in the order of
-their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes of channels.
+A format is a plain dtype, or integers of a few bits with a scale, and mostly an offset, in float16 for each group of values of
+one token, of one head or of a latent. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a
+Hadamard matrix (its pull request 21038). It has none for latents. `mixed` gives the channels of a latent, which come in the
+order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes of
+channels.
+
+No cache is stored in `kivi4` to `kivi2` (KIVI, arXiv 2402.02750): their keys of heads are grouped along time, per channel, and
+an evaluation rounds whole texts so (`attention.rounded`), to compare with.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Format:
         bits: Of one value, without scales; the fewest where channels differ.
         group: Values of one token that share a scale; 0 for a plain dtype.
         latent_group: The same for a latent and its RoPE key.
-        tokens: Tokens whose keys share a scale per channel; 0 where keys of heads are grouped as values are.
+        tokens: Tokens whose keys share a scale per channel, in a format of heads alone; 0 where keys are grouped as values are.
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
         hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
@@ -96,29 +98,15 @@ class Format:
         # of keys, the largest power of two that divides their dims
         return Grouping(self.group, size & -size if part == "keys" else self.hadamard)
 
-    def along_time(self, part: Part) -> bool:
-        """Whether `tokens` consecutive tokens are encoded together, each channel by itself."""
-        return part == "keys" and self.tokens > 0
-
     def row_bytes(self, size: int, part: Part = "values") -> int:
-        """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
+        """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key; of full groups, if along time."""
         form = self.of(part)
+        if self.tokens and part == "keys":
+            return size * self.bits // 8 + size * self.scale_bytes // self.tokens
         if form.classes:
             return sum(count * own.bits // 8 + own.scale_bytes for own, count in form.cut(size) if count)
         group = form.grouping(part, size).values
         return size * form.bits // 8 + (form.scale_bytes * -(-size // group) if group else 0)
-
-    def tokens_encoded(self, cached: int) -> int:
-        """How many of so many cached tokens have encoded keys of heads: all but the group of the newest token."""
-        return (cached - 1) // self.tokens * self.tokens if self.tokens and cached else cached
-
-    def key_bytes(self, size: int, cached: int, full: int) -> int:
-        """Bytes of the keys of one head, with `size` dims, that is `full` bytes of a value that is still in full precision."""
-        if not self.tokens:
-            return cached * self.row_bytes(size)
-        encoded = self.tokens_encoded(cached)
-        group = size * (self.tokens * self.bits // 8 + self.scale_bytes)
-        return encoded // self.tokens * group + (cached - encoded) * size * full
 
     @property
     def multiple(self) -> int:
@@ -132,6 +120,8 @@ class Format:
                 f"heads cannot be cached in {self.name}: it is for latents, whose channels come in the order of their energies",
                 hint="choose int8, int4 or another format, or convert to MLA",
             )
+        if self.tokens and what != "head":
+            raise Refusal(f"a {what} cannot be cached in {self.name}: it groups keys of heads", hint=f"choose int{self.bits}")
         for size in sizes:
             if size % self.multiple:
                 below = size // self.multiple * self.multiple
@@ -147,7 +137,7 @@ def _class(bits: int, reach: float) -> Format:
     return Format(f"{bits} bits", bits, reach=reach)
 
 
-_INT4 = Format("int4", 4, 32, 64, 32)
+_INT4 = Format("int4", 4, 32, 64)
 
 FORMATS = {
     form.name: form
@@ -159,13 +149,15 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, 64, 64),
         _INT4,
-        Format("int3", 3, 32, 64, 32),
-        Format("int2", 2, 32, 64, 32),
+        Format("int3", 3, 32, 64),
+        Format("int2", 2, 32, 64),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
         Format("mixed", 2, classes=((0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))), beside=_INT4),
     )
 }
+
+KIVI = {form.name: form for form in (Format(f"kivi{bits}", bits, 32, tokens=32) for bits in (4, 3, 2))}
 
 
 def parts_of(latent: bool) -> tuple[Part, Part]:
@@ -177,18 +169,31 @@ def rounding_of(name: str | None) -> Format | None:
     """The format through which a cache of that name is read rounded; None for none, and for a dtype that checkpoints have.
 
     Raises:
-        Refusal: There is none of that name.
+        Refusal: No cache is stored in a format of that name.
     """
-    return None if name is None or name in PLAIN else format_named(name)
+    return None if name is None or name in PLAIN else stored_format(name)
+
+
+def stored_format(name: str) -> Format:
+    """The format with that name, in which a cache is stored.
+
+    Raises:
+        Refusal: There is none, or it only rounds.
+    """
+    if name in KIVI:
+        raise Refusal(
+            f"no KV cache is stored in {name}: it rounds texts in an evaluation alone",
+            hint=f"compare with it by `convert eval --cache-dtype {name}`, and store the cache in int{KIVI[name].bits}",
+        )
+    return format_named(name)
 
 
 def format_named(name: str) -> Format:
-    """The format with that name.
+    """The format with that name, of a cache that is stored or rounded.
 
     Raises:
         Refusal: There is none.
     """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS)})") from None
+    if (found := FORMATS.get(name) or KIVI.get(name)) is None:
+        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS)})")
+    return found

@@ -26,7 +26,7 @@ from attention.auto import auto_class, refuse_adapter
 from attention.calibrated import Calibrated
 from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
-from attention.formats import format_named
+from attention.formats import stored_format
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
 from attention.latent import (
@@ -101,7 +101,7 @@ def load(
     """
     _rule(when)
     check(backend)
-    form = None if cache_dtype is None else format_named(cache_dtype)
+    form = None if cache_dtype is None else stored_format(cache_dtype)
     refuse_adapter(Path(path), path)
     if said := unlike_ours(Path(path)):
         _log.warning(said)

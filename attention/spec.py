@@ -161,7 +161,7 @@ class AttentionSpec:
             return sum(self.ranks) + self.num_layers * self.qk_rope_head_dim
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
-    def tokens_held(self, context: int, static: bool = False, together: int = 1) -> list[int]:
+    def tokens_held(self, context: int, static: bool = False) -> list[int]:
         """How many of the tokens of a sequence the cache of each layer holds.
 
         A layer with a window of W keeps the W - 1 tokens that the next token reads beside itself.
@@ -169,10 +169,9 @@ class AttentionSpec:
         Args:
             context: The tokens of the sequence.
             static: Whether the cache is one of fixed size, in which the next token has its place, too.
-            together: Tokens that are forgotten together.
         """
-        kept = [context if window is None else window - (not static) for window in self.windows or [None] * self.num_layers]
-        return [context - max(0, context - most) // together * together for most in kept]
+        windows = self.windows or [None] * self.num_layers
+        return [context if window is None else min(context, window - (not static)) for window in windows]
 
     def is_cut(self, context: int) -> bool:
         """Whether windows keep some of so many tokens out of the cache: bytes per token then depend on the context."""
@@ -197,8 +196,6 @@ class AttentionSpec:
     def bytes_per_token(self, form: str, context: int | None = None) -> float:
         """Bytes that the KV cache holds per token in all layers, in that format, which a dtype is, too; an int if whole.
 
-        Where keys are grouped along time, those of a long context; `cache_bytes` counts the group that is still open.
-
         Args:
             form: The name of a format, see `attention.formats`.
             context: The tokens of the sequence over which its bytes are shared out, where windows keep some of them out of the
@@ -207,38 +204,30 @@ class AttentionSpec:
         Raises:
             Refusal: There is no such format, or it does not take these sizes.
         """
-        group, first = format_named(form).tokens or 1, [1] * self.num_layers
-        held = first if context is None else self._held(form, context)
-        added = self._bytes(form, [tokens * group + 1 for tokens in held], 0) - self._bytes(form, first, 0)
-        whole, rest = divmod(added, group * (context or 1))
-        return added / (group * (context or 1)) if rest else whole
+        held = self._bytes(form, [1] * self.num_layers) if context is None else self.cache_bytes(form, context)
+        whole, rest = divmod(held, context or 1)
+        return held / (context or 1) if rest else whole
 
-    def cache_bytes(self, form: str, context: int, full: int, static: bool = False) -> int:
+    def cache_bytes(self, form: str, context: int, static: bool = False) -> int:
         """Bytes that the KV cache of one sequence holds in all layers, in that format.
 
         Args:
             form: The name of a format, see `attention.formats`.
             context: The tokens of the sequence.
-            full: Bytes of a value that is still in full precision.
             static: As of `tokens_held`.
 
         Raises:
             Refusal: There is no such format, or it does not take these sizes.
         """
-        return self._bytes(form, self._held(form, context, static), full)
+        return self._bytes(form, self.tokens_held(context, static))
 
-    def _held(self, form: str, context: int, static: bool = False) -> list[int]:
-        """Of keys that are encoded along time, groups are forgotten as a whole."""
-        grouped = self.kv_lora_rank is None and format_named(form).tokens
-        return self.tokens_held(context, static, grouped or 1)
-
-    def _bytes(self, form: str, held: Sequence[int], full: int) -> int:
+    def _bytes(self, form: str, held: Sequence[int]) -> int:
         """Bytes of so many tokens in each layer: the formula."""
         stored = format_named(form)
         if self.kv_lora_rank is None:
             stored.require("head", self.head_dim)
-            row = stored.row_bytes(self.head_dim)
-            return self.num_kv_heads * sum(stored.key_bytes(self.head_dim, tokens, full) + tokens * row for tokens in held)
+            row = stored.row_bytes(self.head_dim, "keys") + stored.row_bytes(self.head_dim, "values")
+            return self.num_kv_heads * sum(held) * row
         stored.require("latent", *self.ranks)
         stored.require("RoPE key", self.qk_rope_head_dim)
         rope = stored.row_bytes(self.qk_rope_head_dim, "rope")
@@ -248,7 +237,7 @@ class AttentionSpec:
     def takes(self, form: str) -> bool:
         """Whether a cache of these sizes can be stored in that format."""
         try:
-            self.cache_bytes(form, 1, 0)
+            self.bytes_per_token(form)
         except Refusal:
             return False
         return True

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from attention.encoding import Encoded, decode, encode, integers, rotated
+from attention.encoding import Encoded, decode, encode, rotated
 from attention.formats import Format, Part, parts_of
 
 
@@ -44,63 +44,6 @@ class Rows(NamedTuple):
             return decode(part, self.form, self.group, dtype)
         return rotated(decode(part, self.form, self.group, torch.float32), self.rotation).to(dtype)
 
-    def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """`queries [B, heads, T, n]` times these tokens is `[B, heads, T, end - start]`."""
-        return queries @ self.block(start, end, queries.dtype).mT
-
-
-class Groups(NamedTuple):
-    """Cached keys `[B, heads, S, n]`, encoded per channel in groups of consecutive tokens.
-
-    Attributes:
-        closed: `[B, heads, groups, n, tokens]` of the groups before the newest token's; None if there are none.
-        opened: `[B, heads, 1 … tokens, n]`, those of the newest token's group, in full precision.
-        form: Where `tokens` is that of a group.
-    """
-
-    closed: Encoded | None
-    opened: torch.Tensor
-    form: Format
-
-    @property
-    def _encoded(self) -> int:
-        return 0 if self.closed is None else self.closed.codes.shape[2] * self.form.tokens
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of what is decoded."""
-        batch, heads, tokens, size = self.opened.shape
-        return torch.Size((batch, heads, self._encoded + tokens, size))
-
-    def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Tokens `start` … `end` - 1, decoded; both are bounds of groups, or the end is that of all tokens."""
-        closed, opened = self._cut(start, end)
-        if closed is None:
-            return opened.to(dtype)
-        read = decode(closed, self.form, self.form.tokens, dtype).transpose(3, 4).flatten(2, 3)
-        return torch.cat([read, opened.to(dtype)], 2)
-
-    def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """As of `Rows`; q · (o + s k) = q·o + (q s) · k, since queries, which the scales then multiply, are fewer than keys."""
-        closed, opened = self._cut(start, end)
-        scores = queries @ opened.to(queries.dtype).mT
-        if closed is None:
-            return scores
-        assert closed.scales is not None
-        assert closed.offsets is not None
-        scales, offsets = (part[..., 0].to(queries.dtype) for part in (closed.scales, closed.offsets))  # [B, heads, groups, n]
-        products = (queries[:, :, None] * scales[:, :, :, None]) @ integers(closed, self.form, queries.dtype)
-        products += (queries @ offsets.mT).mT[..., None]
-        return torch.cat([products.transpose(2, 3).flatten(3), scores], 3)
-
-    def _cut(self, start: int, end: int) -> tuple[Encoded | None, torch.Tensor]:
-        """What is in a range of tokens of `closed` and of `opened`."""
-        encoded, tokens = self._encoded, self.form.tokens
-        opened = self.opened[:, :, max(0, start - encoded) : max(0, end - encoded)]
-        if self.closed is None or start >= encoded:
-            return None, opened
-        return sliced(self.closed, start // tokens, min(end, encoded) // tokens), opened
-
 
 class Stored(torch.Tensor):
     """Cached `[B, heads, S, n]` as `cached` holds it, which passes for the tensor that `whole` returns.
@@ -109,13 +52,13 @@ class Stored(torch.Tensor):
         cached: What is stored.
     """
 
-    cached: Rows | Groups
+    cached: Rows
     _whole: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, cached: Rows | Groups, dtype: torch.dtype) -> Stored:
-        held = cached.encoded.codes if isinstance(cached, Rows) else cached.opened
-        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=held.device)
+    def __new__(cls, cached: Rows, dtype: torch.dtype) -> Stored:
+        device = cached.encoded.codes.device
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=device)
         made.cached, made._whole = cached, None
         return made
 
@@ -136,12 +79,12 @@ class Stored(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def as_read(cached: Rows | Groups, new: torch.Tensor) -> torch.Tensor:
+def as_read(cached: Rows, new: torch.Tensor) -> torch.Tensor:
     """What is cached, as attention reads it that has just cached `new [B, heads, T, n]`: a tensor of the same dtype.
 
-    Only what attends with one query reads what is not decoded; code that is compiled knows no `Stored`.
+    Attention with one query reads encoded values; several queries and compiled code get them decoded.
     """
-    if isinstance(cached, Rows) and cached.encoded.codes.dtype == new.dtype:
+    if cached.encoded.codes.dtype == new.dtype:
         return cached.encoded.codes
     if new.shape[2] > 1 or torch.compiler.is_compiling():
         return cached.block(0, cached.shape[2], new.dtype)
@@ -155,13 +98,7 @@ def stored_pair(
     if form is None:
         return values, keys
     of_keys, of_values = reversed(parts_of(latent)) if latent else parts_of(latent)
-    if form.along_time(of_keys):
-        encoded = form.tokens_encoded(keys.shape[2])
-        grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
-        held: Rows | Groups = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
-    else:
-        held = encoded_rows(keys, form, of_keys)
-    return Stored(encoded_rows(values, form, of_values), values.dtype), Stored(held, keys.dtype)
+    return Stored(encoded_rows(values, form, of_values), values.dtype), Stored(encoded_rows(keys, form, of_keys), keys.dtype)
 
 
 def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
@@ -172,5 +109,5 @@ def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
 
 
 def sliced(encoded: Encoded, start: int, end: int) -> Encoded:
-    """What is encoded of a range of tokens, or of groups of them."""
+    """What is encoded of a range of tokens."""
     return Encoded(*(part[:, :, start:end] for part in encoded if part is not None))

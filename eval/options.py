@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from attention.formats import FORMATS
+from attention.formats import FORMATS, KIVI
 from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.protocol import PROTOCOLS
@@ -52,9 +52,9 @@ class Measuring(TypedDict, total=False):
         str | Sequence[str],
         Option(
             "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (of "
-            "latents), or a dtype.",
+            "latents), or a dtype; kivi4, kivi3, kivi2 (of heads) round as KIVI does.",
             default=(),
-            choices=tuple(FORMATS),
+            choices=(*FORMATS, *KIVI),
             metavar="NAME,…",
             python="One name, or several.",
         ),

@@ -40,7 +40,7 @@ _LOG2E = 1.4426950408889634
 # The fewest mask rows per program of `_bounds`: as many rows as a warp has lanes cost as much as one row, and up to so
 # many rows share one compiled kernel.
 _ROWS = 32
-_BUILT = 48  # tokens of the calls that kernels are built for: one group of keys, and newer ones
+_BUILT = 48  # tokens of the calls that kernels are built for
 _FEW = 8  # with so few requests each has a dozen partials or more
 
 
@@ -151,27 +151,6 @@ def _row_tile(
     return found
 
 
-@triton.jit
-def _group_tile(
-    codes, scales, offsets, opened, token, known, closed, codes_g, scales_g, opened_s,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """Keys of the tokens `[n, 1]` that are cached in groups of SPAN per channel but for those from `closed` on."""
-    columns = tl.arange(0, BLOCK_P)
-    there = known & (columns < P)
-    behind = there & (token < closed)
-    group, bit = (token // SPAN).to(tl.int64), token % SPAN * BITS
-    pointer = codes + group * codes_g + columns * (SPAN * BITS // 8) + bit // 8
-    word = tl.load(pointer, mask=behind, other=0).to(tl.int32)
-    if BITS == 3:  # crosses bytes
-        word |= tl.load(pointer + 1, mask=behind & (bit % 8 > 5), other=0).to(tl.int32) << 8
-    integers = ((word >> (bit % 8)) & ((1 << BITS) - 1)).to(tl.float32)
-    scale = tl.load(scales + group * scales_g + columns, mask=behind, other=0.0).to(tl.float32)
-    offset = tl.load(offsets + group * scales_g + columns, mask=behind, other=0.0).to(tl.float32)
-    newest = tl.load(opened + (token - closed) * opened_s + columns, mask=there & (token >= closed), other=0.0)
-    return tl.where(token < closed, offset + scale * integers, newest.to(tl.float32))
-
-
 # Arguments derived from B and S change from call to call: their divisibility by 16 must not trigger a new compilation.
 @triton.jit(do_not_specialize=["mask_b", "B", "S"])
 def _bounds(mask, bounds, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
@@ -217,17 +196,17 @@ def _stand(tile, ends, bounds, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, B
     return seer, seer * GROUPS + GROUPS - 1 - later, first, end, after - each, after
 
 
-@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS", "c_scales_b", "k_scales_b", "k_opened_b", "closed"])
+@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS", "c_scales_b", "k_scales_b"])
 def _attend(
-    q_latent, q_rope, latent, c_scales, c_offsets, k_rope, k_scales, k_offsets, k_opened, mask, bounds, slots,
+    q_latent, q_rope, latent, c_scales, c_offsets, k_rope, k_scales, k_offsets, mask, bounds, slots,
     partial, tops, weights, scale,
     q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
-    c_scales_b, c_scales_s: tl.constexpr, k_scales_b, k_scales_s: tl.constexpr, k_opened_b, k_opened_s: tl.constexpr, closed,
+    c_scales_b, c_scales_s: tl.constexpr, k_scales_b, k_scales_s: tl.constexpr,
     mask_b, mask_s, B, H, PROGRAMS, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     C_KIND: tl.constexpr, C_BITS: tl.constexpr, C_GROUP: tl.constexpr,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, SPAN: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
 
@@ -298,17 +277,11 @@ def _attend(
                     scores = _product(queries[i], tl.trans(c), scores, SWAP, PRECISION)
                 values = values + (c,)
             rope_keys = k_rope + wide * k_rope_b
-            if K_KIND == "groups":
-                k = _group_tile(
-                    rope_keys, k_scales + wide * k_scales_b, k_offsets + wide * k_scales_b, k_opened + wide * k_opened_b,
-                    start + tokens[:, None], known, closed, k_rope_s, k_scales_s, k_opened_s, P, BLOCK_P, K_BITS, SPAN,
-                )  # fmt: skip
-            else:
-                k_place = wide * k_scales_b + at * k_scales_s
-                k = _row_tile(
-                    rope_keys + at * k_rope_s + tokens[:, None] * k_rope_s, k_scales, k_offsets,
-                    k_place + tokens[:, None] * k_scales_s, known, P, BLOCK_P, 0, BLOCK_P, K_KIND, K_BITS, K_GROUP,
-                )  # fmt: skip
+            k_place = wide * k_scales_b + at * k_scales_s
+            k = _row_tile(
+                rope_keys + at * k_rope_s + tokens[:, None] * k_rope_s, k_scales, k_offsets,
+                k_place + tokens[:, None] * k_scales_s, known, P, BLOCK_P, 0, BLOCK_P, K_KIND, K_BITS, K_GROUP,
+            )  # fmt: skip
             k = k.to(tl.float32 if UPCAST else q_rope.dtype.element_ty)
             scores = _product(q, tl.trans(k), scores, SWAP, PRECISION)
             scores = (tl.trans(scores) if SWAP else scores) * scale
@@ -400,7 +373,7 @@ def decode(
     Args:
         q_latent: `[B · GROUPS, H, 1, R]`, or None if the latent is only the value.
         q_rope: `[B · GROUPS, H, 1, P]`.
-        latent: `[B · GROUPS, S, R]`, any strides but 1 in the last dim; R a multiple of 16. Without a span.
+        latent: `[B · GROUPS, S, R]`, any strides but 1 in the last dim; R a multiple of 16.
         k_rope: `[B · GROUPS, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
@@ -433,17 +406,17 @@ def decode(
     )  # fmt: skip
     launch(
         _attend, (tiling.programs, triton.cdiv(heads, tiling.block_h)),
-        q_mixed, q_rope, *latent[:3], *k_rope[:4], mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
+        q_mixed, q_rope, *latent[:3], *k_rope[:3], mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
         q_mixed.stride(0), q_mixed.stride(1), q_rope.stride(0), q_rope.stride(1),
         *_strides(latent.codes), *_strides(k_rope.codes), *_strides(latent.scales), *_strides(k_rope.scales),
-        *_strides(k_rope.opened), k_rope.closed, mask_b, mask_s,
+        mask_b, mask_s,
         batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,
         BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
         BLOCK_B=max(_ROWS, power_of_two(batch)), GROUPS=groups, SHARED=q_latent is not None, SWAP=tiling.swap,
         UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter stores bf16 as bits and would multiply these
         PRECISION="ieee" if q_rope.dtype == torch.float32 else "tf32",
         C_KIND=latent.kind, C_BITS=latent.bits, C_GROUP=latent.group,
-        K_KIND=k_rope.kind, K_BITS=k_rope.bits, K_GROUP=k_rope.group, SPAN=k_rope.span,
+        K_KIND=k_rope.kind, K_BITS=k_rope.bits, K_GROUP=k_rope.group,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     # Many partials of few requests, or few partials of many: either way enough programs read them in one or two rounds.

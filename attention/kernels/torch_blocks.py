@@ -14,7 +14,7 @@ from attention.stored import Stored
 # Cached values of a block. On a CPU, a decoded block should stay in the L2 cache of a core; on a GPU, launches should be few.
 _VALUES = {"cpu": 2**18}
 _MANY = 2**24
-_STEP = 32  # blocks are of multiples of so many tokens, which are whole groups of keys
+_FEWEST = 32  # tokens of a block
 
 
 def decode(
@@ -64,7 +64,7 @@ def _attend(
         end = min(start + block, cached)
         read = values.cached.block(start, end, wide)
         parts = [
-            query @ read.mT if key is values else key.cached.scores(query, start, end)
+            query @ (read if key is values else key.cached.block(start, end, wide)).mT
             for query, key in zip(scaled, keys, strict=True)
         ]
         scores = parts[0] if len(parts) == 1 else parts[0] + parts[1]
@@ -88,4 +88,4 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _tokens(values: int, device: torch.device) -> int:
     """Tokens of a block, for so many values of one token."""
-    return max(1, _VALUES.get(device.type, _MANY) // (values * _STEP)) * _STEP
+    return max(_FEWEST, _VALUES.get(device.type, _MANY) // values)

@@ -22,7 +22,7 @@ import torch
 
 from attention.errors import Failure
 from attention.patch import prepared
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import AttentionSpec
 from attention.versions import CACHE
 from convert.checkpoint.shelf import Shelf
 from eval.inputs.loading import load
@@ -306,7 +306,7 @@ def _next(rows: Sequence[_Row], sampled: Sequence[int], chances: torch.Tensor) -
 
 def _at_once(source: Source, length: int, device: torch.device) -> int:
     """Rows of a batch: as many as a part of the device's memory holds the cache of, but at least one."""
-    row = AttentionSpec.from_config(source.config).cache_bytes("float32", length, dtype_bytes("float32"))
+    row = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
     return max(1, min(ROWS, int(_CACHES * whole_memory(device)) // row))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from attention.auto import auto_class
 from attention.errors import Refusal
-from attention.formats import format_named
 from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {
@@ -122,25 +121,21 @@ def fit(
         share: The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA context.
         cache_dtype: The format of the cache, see `attention.formats`; None for `dtype`.
     """
-    form, full = cache_dtype or dtype, dtype_bytes(dtype)
-    weights = parameters * full
+    form, weights = cache_dtype or dtype, parameters * dtype_bytes(dtype)
     room = {name: (share * size * GIGABYTE - weights) / batch for name, size in gpus.items()}
-    longest = {name: _longest(spec, form, full, free) for name, free in room.items()}
+    longest = {name: _longest(spec, form, free) for name, free in room.items()}
     return Fit(
         kind=spec.kind,
         kv_bytes_per_token=spec.bytes_per_token(form, context),
-        kv_bytes=spec.cache_bytes(form, context, full) * batch,
+        kv_bytes=spec.cache_bytes(form, context) * batch,
         weight_bytes=weights,
         longest_context=longest,
         fits={name: tokens >= context for name, tokens in longest.items()},
     )
 
 
-def _longest(spec: AttentionSpec, form: str, full: int, room: float) -> int:
+def _longest(spec: AttentionSpec, form: str, room: float) -> int:
     """The most tokens of one sequence whose cache takes at most `room` bytes."""
-    if spec.windows is not None:
-        tokens = range(_LONGEST)
-        return max(0, bisect_right(tokens, room, key=lambda context: spec.cache_bytes(form, context, full)) - 1)
-    per_token, group = spec.bytes_per_token(form), format_named(form).tokens
-    opened = spec.cache_bytes(form, group, full) - group * per_token  # what the newest keys take beyond others, at most
-    return max(0, int((room - opened) // per_token))
+    if spec.windows is None:
+        return max(0, int(room // spec.bytes_per_token(form)))
+    return max(0, bisect_right(range(_LONGEST), room, key=lambda context: spec.cache_bytes(form, context)) - 1)

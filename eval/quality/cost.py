@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
+from attention.formats import KIVI
 from attention.spec import AttentionSpec, dtype_bytes
 from attention.versions import CACHE
 from eval.machine.device import input_device
@@ -53,22 +54,26 @@ def cache_figures(
         spec: Its attention.
         dtype: The checkpoint's own dtype, in which a cache without a format is counted.
         source_bytes: The source's KV bytes per token, at this context.
-        form: The format that the model stores its cache in; None for none.
-        context: Tokens of the cache that is reported; with windows, or where the newest keys are not encoded, bytes per token
-            depend on it.
+        form: The format that the model stores its cache in, or only rounds to; None for none.
+        context: Tokens of the cache that is reported; with windows, bytes per token depend on it.
+
+    Returns:
+        `{"cache_dtype", "cache_format", "kv_bytes_per_token", "kv_bytes_measured", "cache_ratio"}`, and "kv_context" where
+        windows are shorter than it. "kv_bytes_measured" is None for a format that only rounds.
 
     Raises:
         Failure: Prediction and measurement differ, so neither can be reported.
     """
     cut = spec.is_cut(context)
-    if form is None:
-        filled = context if cut else None
-        predicted, measured = spec.bytes_per_token(dtype, filled), measured_bytes_per_token(model, dtype, filled)
+    filled = context if cut or form else None
+    predicted = spec.bytes_per_token(form or dtype, filled)
+    if form in KIVI:
+        measured = None
+    elif form is None:
+        measured = measured_bytes_per_token(model, dtype, filled)
     else:
-        full = dtype_bytes(dtype)
-        predicted = spec.cache_bytes(form, context, full) / context
-        measured = sum(layer.stored_bytes(full) for layer in _filled(model, context).layers) / context
-    if measured != predicted:
+        measured = sum(layer.nbytes for layer in _filled(model, context).layers) / context
+    if measured is not None and measured != predicted:
         raise Failure(
             f"the live cache of {type(model).__name__} holds {measured:g} bytes per token, its config predicts {predicted:g}",
             hint="this class caches something that kvfold does not know; please report the model type",

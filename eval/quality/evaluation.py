@@ -11,7 +11,9 @@ from typing import Any
 
 from attention.encoded_forward import store_encoded
 from attention.errors import GateMissed, Refusal
+from attention.formats import KIVI
 from attention.padding import pad_values
+from attention.rounded import read_rounded
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
@@ -25,6 +27,11 @@ from eval.quality.protocol import Protocol
 from eval.quality.recall import Recall
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
+
+_OF_KIVI = (
+    "has all full groups of keys rounded, and its bytes are by formula: a real KIVI cache keeps the keys of the newest tokens "
+    "as they are, and loses less"
+)
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
@@ -76,7 +83,7 @@ def report_of(
     protocols, tokens = prepare(sources, text, settings)
     known = remarks(sources, text, settings.max_tokens, tokens)
     sources, forms = _with_formats(sources, settings.cache_dtypes)
-    known += [[] for _ in sources[len(known) :]]  # what holds of a model is said of it once
+    known += [[] if form not in KIVI else [_OF_KIVI] for form in forms[len(known) :]]  # what holds of a model is said once
 
     @cache
     def within(count: int) -> Tokens:
@@ -151,7 +158,7 @@ class _Models:
         with load(source, self._settings.dtype, self._settings.device) as model:
             pad_values(model)  # several times faster on a CPU, and changes no result
             if form is not None:
-                store_encoded(model, form)
+                (read_rounded if form in KIVI else store_encoded)(model, form)
             if index == len(self.entries):  # the first time
                 spec = AttentionSpec.from_config(source.config)
                 context, known = self._context, self._known[index]
@@ -194,6 +201,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
         )
     for form in settings.cache_dtypes:
         if not any(is_cached_in(source, form) for source in sources):
+            if form in KIVI:
+                raise Refusal(f"none of the models has keys of heads, which {form} groups", hint=f"choose int{KIVI[form].bits}")
             raise Refusal(
                 f"none of the models was made for a cache in {form}, which takes channels in the order of their energies",
                 hint=f"evaluate a result of `convert mla --cache-dtype {form}`, or choose int8, int4 or another format",

@@ -10,7 +10,7 @@ from typing import Any
 
 from attention.calibrated import POSITIONS
 from attention.errors import Failure, KvfoldError
-from attention.formats import FORMATS, format_named
+from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.overlap import overlap
@@ -148,7 +148,9 @@ def stated_cache(made: Mapping[str, Any]) -> str | None:
 
 
 def is_cached_in(source: Source, form: str) -> bool:
-    """Whether it says something to cache a model in a format: one of classes is for the latents that were made for it."""
+    """Whether a cache format makes sense for a model: one of classes is for latents made for it, KIVI's are for heads."""
+    if form in KIVI:
+        return AttentionSpec.from_config(source.config).kv_lora_rank is None
     return not format_named(form).classes or stated_cache(_made(source)) == form
 
 

@@ -33,7 +33,7 @@ class ModelRun(NamedTuple):
     weight_bytes: int
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        return batch * self.spec.cache_bytes(self.dtype, context, dtype_bytes(self.dtype), static=True)
+        return batch * self.spec.cache_bytes(self.dtype, context, static=True)
 
 
 def model_runs(source: Source, dtype: str, device: torch.device, stock: bool) -> list[ModelRun]:

@@ -16,7 +16,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import AttentionSpec
 from attention.versions import CACHE
 from eval.machine.device import input_device, out_of_memory
 
@@ -112,7 +112,7 @@ class Workload:
             Failure: It has another size.
         """
         batch, context = self.ids.shape
-        predicted = batch * spec.cache_bytes(dtype, context, dtype_bytes(dtype), static=True)
+        predicted = batch * spec.cache_bytes(dtype, context, static=True)
         if self.cache_bytes != predicted:
             raise Failure(
                 f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",

@@ -7,46 +7,28 @@ import copy
 import pytest
 import torch
 
-from attention.cache import EncodedLayer, _HeldGroups, _HeldRows
+from attention.cache import EncodedLayer
 from attention.encoding import decode, encode
-from attention.errors import Refusal
 from attention.formats import FORMATS
 
-GROUPED = [name for name, form in FORMATS.items() if form.tokens]
-LOSSY = ["fp8", "int8", *GROUPED]
+LOSSY = ["fp8", "int8", "int4", "int3", "int2"]
 CASES = [(form, latent) for form in LOSSY for latent in (False, True)] + [("mixed", True)]
-LONG = 75  # tokens: two full groups of keys and a part of one
 
 
-@pytest.mark.parametrize("form", GROUPED)
-def test_keys_are_read_encoded_once_their_group_is_behind(form: str) -> None:
-    """Known answer: groups of 32 tokens per channel, the newest token's in full precision; values always encoded."""
-    stored, layer = FORMATS[form], EncodedLayer(FORMATS[form], latent=False)
-    keys, values = torch.randn(2, 1, 3, LONG, 16, generator=torch.Generator().manual_seed(0))
-    for token in range(LONG):
-        read, read_values = layer.update(keys[:, :, token : token + 1], values[:, :, token : token + 1])
-        own = token // 32 * 32
-        for start in range(0, own, 32):
-            group = keys[:, :, start : start + 32].transpose(2, 3)
-            expected = decode(encode(group, stored, 32), stored, 32, torch.float32).transpose(2, 3)
-            assert torch.equal(read[:, :, start : start + 32], expected)
-        assert torch.equal(read[:, :, own:], keys[:, :, own : token + 1])
-    assert torch.equal(read_values, decode(encode(values, stored, 32), stored, 32, torch.float32))
-
-
-def test_tokens_of_several_groups_are_refused() -> None:
-    with pytest.raises(Refusal, match="takes tokens of one group of 32 at a time"):
-        EncodedLayer(FORMATS["int4"], latent=False).update(torch.zeros(1, 2, 33, 8), torch.zeros(1, 2, 33, 8))
+@pytest.mark.parametrize("form", ["int4", "int3", "int2"])
+def test_each_token_is_read_as_it_is_encoded_by_itself(form: str) -> None:
+    """Known answer: heads in groups of 32 values, in the pass that writes them as well."""
+    layer = EncodedLayer(FORMATS[form], latent=False)
+    given = torch.randn(2, 1, 3, 9, 64, generator=torch.Generator().manual_seed(0))
+    for end in (5, 8, 9):
+        read = layer.update(*given[:, :, :, layer.get_seq_length() : end])
+        for part, values in zip(read, given[:, :, :, :end], strict=True):
+            assert torch.equal(part + 0, decode(encode(values, FORMATS[form], 32), FORMATS[form], 32, torch.float32))
 
 
 def held(layer: EncodedLayer) -> int:
     """Bytes of the memory behind all tensors of a layer."""
-    found = {}
-    for part in layer.parts:
-        growing = part._encoded if isinstance(part, _HeldRows) else part._closed
-        tensors = [*growing._held, *([part._opened] if isinstance(part, _HeldGroups) else [])]
-        found |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(found.values())
+    return sum(tensor.untyped_storage().nbytes() for part in layer.parts for tensor in part._held)
 
 
 @pytest.mark.parametrize(("form", "latent"), CASES)
@@ -56,11 +38,11 @@ def test_memory_is_within_a_twentieth_of_what_is_stored(form: str, latent: bool)
         layer.update(*new)
     for _ in range(3):
         layer.update(*torch.zeros(2, 1, 1, 1, 16))
-    assert layer.stored_bytes(4) <= held(layer) <= 1.05 * layer.stored_bytes(4)
+    assert layer.nbytes <= held(layer) <= 1.05 * layer.nbytes
 
 
 def places(layer: EncodedLayer) -> list[int]:
-    return [tensor.data_ptr() for part in layer.parts if isinstance(part, _HeldRows) for tensor in part._encoded._held]
+    return [tensor.data_ptr() for part in layer.parts for tensor in part._held]
 
 
 @pytest.mark.parametrize(("form", "latent"), CASES)

@@ -15,7 +15,7 @@ from tiny_mla import logits, mla_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention import absorb, absorbed, encoded_forward, pack, restore
+from attention import absorb, absorbed, pack, restore
 from attention.cache import EncodedLayer
 from attention.encoded_forward import store_encoded
 from attention.errors import Refusal
@@ -23,11 +23,10 @@ from attention.formats import FORMATS
 from attention.rounded import rounding_cache
 from attention.spec import AttentionSpec
 
-GROUPED = [name for name, form in FORMATS.items() if form.tokens]
-LOSSY = ["fp8", "int8", "q8_0", "q4_0", *GROUPED]
+LOSSY = ["fp8", "int8", "q8_0", "q4_0", "int4", "int3", "int2"]
 KINDS = [(form, kind) for form in FORMATS for kind in ("heads", "latent") if kind == "latent" or form != "mixed"]
 LOSSY_KINDS = [(form, kind) for form, kind in KINDS if form in (*LOSSY, "mixed")]
-LONG = 75  # tokens: two full groups of keys and a part of one
+LONG = 75  # tokens
 # Sizes that all formats take.
 SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
@@ -44,6 +43,7 @@ def latent_model(dtype: torch.dtype = torch.float64) -> Any:
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS = {"heads": grouped_model, "latent": latent_model}
 
 
@@ -69,11 +69,11 @@ def test_a_query_reads_the_same_however_the_text_is_cut(kind: str, form: str) ->
 
 
 @pytest.mark.parametrize(("form", "kind"), KINDS)
-@pytest.mark.parametrize("length", [1, 32, 33, LONG])
+@pytest.mark.parametrize("length", [1, LONG])
 def test_the_cache_holds_the_bytes_that_are_predicted(kind: str, length: int, form: str) -> None:
     model = store_encoded(MODELS[kind](torch.float32), form)
-    held = sum(layer.stored_bytes(4) for layer in filled(model, tokens(1, length)).layers)
-    assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length, 4)
+    held = sum(layer.nbytes for layer in filled(model, tokens(1, length)).layers)
+    assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length)
 
 
 @pytest.mark.parametrize(("form", "kind"), LOSSY_KINDS)
@@ -97,26 +97,14 @@ def test_a_sequence_reads_the_same_beside_others(kind: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", LOSSY)
-def test_left_padding_of_whole_groups_changes_nothing(form: str) -> None:
+def test_left_padding_changes_nothing(form: str) -> None:
     model, ids = store_encoded(grouped_model(), form), tokens(1, LONG)
-    padded = torch.cat([torch.full((1, 32), 5), ids], 1)
-    mask = torch.cat([torch.zeros(1, 32), torch.ones(1, LONG)], 1).long()
+    padded = torch.cat([torch.full((1, 7), 5), ids], 1)
+    mask = torch.cat([torch.zeros(1, 7), torch.ones(1, LONG)], 1).long()
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        found = model(padded, attention_mask=mask, position_ids=places).logits[:, 32:]
+        found = model(padded, attention_mask=mask, position_ids=places).logits[:, 7:]
         torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-9)
-
-
-def test_padding_enters_no_scale() -> None:
-    """The same tokens with another padding read the same, where a scale over all of a group would not be the same."""
-    model, ids = store_encoded(grouped_model(), "int2"), tokens(1, LONG)
-    found = []
-    for padding in (5, 77):
-        padded = torch.cat([torch.full((1, 7), padding), ids], 1)
-        mask = torch.cat([torch.zeros(1, 7), torch.ones(1, LONG)], 1).long()
-        with torch.no_grad():
-            found.append(model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 7:])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "qwen3", "gpt_neox", "phi", "falcon"])
@@ -157,39 +145,36 @@ def in_steps(model: Any, ids: torch.Tensor, lengths: list[int], form: str) -> to
             output = model(piece, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         found.append(output.logits)
-        held = sum(layer.stored_bytes(8) for layer in cache.layers)
-        assert held == len(ids) * spec.cache_bytes(form, cache.get_seq_length(), 8)
+        held = sum(layer.nbytes for layer in cache.layers)
+        assert held == len(ids) * spec.cache_bytes(form, cache.get_seq_length())
     return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("form", ["float64", "int8", "q8_0", "int4"])
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_a_layer_with_a_window_holds_no_more_and_reads_the_same(model_type: str, form: str) -> None:
-    """As the whole text reads rounded values, with the class's own mask; of keys along time, however the text is cut."""
+    """As the whole text reads rounded values, with the class's own mask."""
     model, ids = windowed_model(model_type), tokens(2, LONG)
     spec = AttentionSpec.from_config(model.config)
     close = 1e-4 if model_type == "llama4_text" else 1e-9  # it rotates in float32
-    rounding = None if FORMATS[form].tokens else rounding_cache(FORMATS[form], spec)
     with torch.no_grad():
-        expected = model(ids, past_key_values=rounding, use_cache=rounding is not None).logits
+        expected = model(ids, past_key_values=rounding_cache(FORMATS[form], spec), use_cache=True).logits
     store_encoded(model, form)
-    expected = in_steps(model, ids, [LONG], form) if rounding is None else expected
     for lengths in ([LONG], [1] * LONG, [18, 1, 1, 25, 30], [50, *[1] * 25]):
         torch.testing.assert_close(in_steps(model, ids, lengths, form), expected, rtol=0, atol=close)
-    assert spec.cache_bytes(form, LONG, 8) < replace(spec, windows=None).cache_bytes(form, LONG, 8)
+    assert spec.cache_bytes(form, LONG) < replace(spec, windows=None).cache_bytes(form, LONG)
 
 
 def test_room_that_a_long_text_took_is_given_back() -> None:
     model = store_encoded(windowed_model("mistral"), "int8")
     cache = filled(model, tokens(1, 600))
     (rows, _), spec = cache.layers[0].parts, AttentionSpec.from_config(model.config)
-    assert rows._encoded._held[0].shape[2] == rows.length == 19
-    assert sum(layer.stored_bytes(8) for layer in cache.layers) == spec.cache_bytes("int8", 600, 8)
+    assert rows._held[0].shape[2] == rows.length == 19
+    assert sum(layer.nbytes for layer in cache.layers) == spec.cache_bytes("int8", 600)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_padding_before_a_window_changes_nothing(form: str) -> None:
-    model, ids = store_encoded(windowed_model("gemma3_text"), form), tokens(1, LONG)
+def test_padding_before_a_window_changes_nothing() -> None:
+    model, ids = store_encoded(windowed_model("gemma3_text"), "int4"), tokens(1, LONG)
     padded = torch.cat([torch.full((1, 32), 5), ids], 1)
     mask = torch.cat([torch.zeros(1, 32), torch.ones(1, LONG)], 1).long()
     places, cache, found = (mask.cumsum(-1) - 1).clamp(min=0), None, []
@@ -230,63 +215,23 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
     assert torch.equal(plain, model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft))
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize(
-    ("model_type", "follows", "fields"),
+    ("model_type", "fields"),
     [
-        ("llama", True, {}),
-        ("qwen2", True, {"max_window_layers": 28}),
-        ("gemma2", False, {"sliding_window": 20}),
-        ("gpt_neo", False, {}),
-        ("mpt", False, {}),
-        ("bloom", False, {}),
-        ("opt", False, {"max_position_embeddings": 80}),
+        ("phi3", {"original_max_position_embeddings": 50, "rope_parameters": LONGROPE}),
+        ("llama", {"max_position_embeddings": 50, "rope_parameters": DYNAMIC}),
     ],
 )
-def test_groups_are_read_at_once_where_masks_are_followed(model_type: str, follows: bool, fields: dict[str, Any]) -> None:
-    """Distances that a class counts in columns, or windows, would be wrong: such classes read one group at a time."""
-    model, ids = store_encoded(tiny_model(tiny_config(model_type, **fields)).double(), "int2"), tokens(2, LONG)
-    assert model.forward._follows_masks() == follows
-    found = logits(model, ids, chunks=[LONG])
-    close = 1e-3 if model_type in ("gpt_neo", "mpt", "bloom") else 1e-9  # they compute in float32
-    torch.testing.assert_close(logits(model, ids, chunks=[1, 30, 2]), found, rtol=0, atol=close)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_whether_masks_are_followed_is_tried_in_the_dtype_and_by_the_implementation(dtype: torch.dtype, attention: str) -> None:
-    model = store_encoded(grouped_model(dtype), "int4")
-    model.set_attn_implementation(attention)
-    forward = model.forward
-    assert forward._follows_masks()
-    with torch.no_grad():  # such as ALiBi: a class that counts columns
-        model.model.layers[1].self_attn.register_forward_pre_hook(counted, with_kwargs=True)
-    forward._tried.clear()
-    assert not forward._follows_masks()
-    model.set_attn_implementation("flex_attention")
-    assert not forward._follows_masks()
-
-
-def counted(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Adds a bias by the number of a column to the mask."""
-    mask = kwargs["attention_mask"]
-    if mask is None:
-        return args, kwargs
-    added = torch.zeros(mask.shape, dtype=module.q_proj.weight.dtype)
-    added = added.masked_fill(~mask, torch.finfo(added.dtype).min) if mask.dtype == torch.bool else mask
-    slope = torch.arange(mask.shape[-1], dtype=added.dtype) / 16
-    return args, kwargs | {"attention_mask": (added.float() + slope).clamp_min(torch.finfo(added.dtype).min).to(added)}
-
-
-def test_a_long_text_is_read_in_pieces_that_masks_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = store_encoded(grouped_model(), "int4"), tokens(2, 200)
-    whole = logits(model, ids, chunks=[200])
-    calls: list[int] = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(encoded_forward, "_PIECE", 64)
-    torch.testing.assert_close(logits(model, ids, chunks=[200]), whole, rtol=0, atol=1e-9)
-    assert len(calls) == 4
-    for other, chunks in ((model, [150, 50]), (pack(model), [129, 71])):  # the last piece of 129 is one token
-        torch.testing.assert_close(logits(other, ids, chunks=chunks), whole, rtol=0, atol=1e-9)
+def test_rope_that_depends_on_the_length_has_one_table_for_a_prompt(model_type: str, fields: dict[str, Any], form: str) -> None:
+    """A prompt beyond the length from which on its frequencies change is read as a whole text that is rounded."""
+    model, ids = tiny_model(tiny_config(model_type, num_key_value_heads=2, **fields)).double(), tokens(2, LONG)
+    rounding = rounding_cache(FORMATS[form], AttentionSpec.from_config(model.config))
+    with torch.no_grad():
+        short = model(ids[:, :50]).logits
+        expected, plain = model(ids, past_key_values=rounding, use_cache=True).logits, model(ids).logits
+        assert not torch.allclose(plain[:, :50], short, atol=1e-3), "the table is not that of a short prompt"
+        torch.testing.assert_close(store_encoded(model, form)(ids).logits, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -297,15 +242,6 @@ def test_absorbed_and_packed_models_decode_from_it(form: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 40, torch.tensor([74, 0, 33, 32, 5, -1])], ids=str)
-def test_the_logits_that_are_asked_for_come_in_their_order(kept: int | torch.Tensor) -> None:
-    model, ids = store_encoded(grouped_model(), "int4"), tokens(2, LONG)
-    with torch.no_grad():
-        whole, found = model(ids).logits, model(ids, logits_to_keep=kept).logits
-    expected = whole[:, kept] if isinstance(kept, torch.Tensor) else whole[:, -kept:]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_embeddings_tuples_and_calls_without_a_cache() -> None:
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
     with torch.no_grad():
@@ -313,11 +249,12 @@ def test_embeddings_tuples_and_calls_without_a_cache() -> None:
         assert whole.past_key_values is None
         assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole.logits)
         assert torch.equal(model(ids, return_dict=False)[0], whole.logits)
+        assert model(ids, labels=ids, output_hidden_states=True).loss.isfinite()
 
 
-def test_tokens_are_taken_back_where_each_is_encoded_by_itself() -> None:
+def test_tokens_are_taken_back() -> None:
     ids = tokens(1, LONG)
-    for model in (store_encoded(grouped_model(), "int8"), store_encoded(latent_model(), "int4")):
+    for model in (store_encoded(grouped_model(), "int4"), store_encoded(latent_model(), "int8")):
         cache, other = filled(model, ids), ids.flip(1)[:, :20]
         cache.crop(-20)
         assert cache.get_seq_length() == LONG - 20
@@ -329,10 +266,6 @@ def test_tokens_are_taken_back_where_each_is_encoded_by_itself() -> None:
         assert cache.get_seq_length() == 40
         cache.crop(-100)
         assert cache.get_seq_length() == 0
-    cache = filled(store_encoded(grouped_model(), "int4"), ids)
-    assert not cache.layers[0].is_croppable
-    with pytest.raises(Refusal, match="a cache in int4 cannot forget single tokens: the keys of 32 are encoded together"):
-        cache.crop(-20)
 
 
 def test_sequences_are_chosen_repeated_and_forgotten() -> None:
@@ -370,8 +303,9 @@ def test_it_is_undone_and_copied() -> None:
 
 
 def test_what_cannot_be_stored_is_refused() -> None:
-    with pytest.raises(Refusal, match="no KV cache is kept in 'int5'"):
-        store_encoded(grouped_model(), "int5")
+    for form, message in (("int5", "no KV cache is kept in 'int5'"), ("kivi4", "no KV cache is stored in kivi4")):
+        with pytest.raises(Refusal, match=message):
+            store_encoded(grouped_model(), form)
     with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int4"):
         store_encoded(mla_model(kv_lora_rank=12, neutral=()), "int4")
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
@@ -381,12 +315,10 @@ def test_what_cannot_be_stored_is_refused() -> None:
             model(ids, past_key_values=cache)
     with pytest.raises(Refusal, match="and cannot be a filled DynamicCache"):
         model(ids, past_key_values=filled(store_encoded(grouped_model(), "int8"), ids))
-    for asked in ({"labels": ids}, {"output_attentions": True}, {"attention_bias": ids}):
-        with pytest.raises(Refusal, match=f"takes 75 tokens in pieces of 32, and {next(iter(asked))} cannot be cut"):
-            model(ids, **asked)
-    mask = torch.ones(1, 1, LONG, LONG, dtype=torch.bool).tril()
-    with pytest.raises(Refusal, match=r"needs an attention mask \[B, 75\], which keeps padding out of scales"):
-        model(ids, attention_mask=mask)
+    with pytest.raises(Refusal, match="continuous batching has a cache of its own"):
+        model(ids, cache=object())
+    with pytest.raises(ValueError, match="input_ids"):
+        model()
     with pytest.raises(Refusal, match="is for inference, and the model is in training mode"):
         model.train()(ids)
 
@@ -432,30 +364,6 @@ def test_models_that_keep_something_else_are_refused(form: str) -> None:
         with pytest.raises(Refusal, match=f"{form}|does not keep its keys and values in the cache that it is given"):  # noqa: PT012
             model = store_encoded(AutoModelForCausalLM.from_config(config).eval(), form)
             model(tokens(1, 5))
-
-
-def test_what_pieces_do_not_make_up_is_refused_wherever_it_is_asked_for() -> None:
-    ids = tokens(1, LONG)
-    model = store_encoded(grouped_model(), "int4")
-    model.config.output_hidden_states = True
-    with pytest.raises(Refusal, match="output_hidden_states cannot be cut"):
-        model(ids)
-    experts = store_encoded(tiny_model(tiny_config("mixtral")), "int4")
-    with pytest.raises(Refusal, match="output_router_logits cannot be cut"):
-        experts(ids, output_router_logits=True)
-    with pytest.raises(Refusal, match="continuous batching has a cache of its own"):
-        store_encoded(grouped_model(), "int8")(ids, cache=object())
-    with pytest.raises(ValueError, match="input_ids"):
-        store_encoded(grouped_model(), "int4")()
-    long = {"original_max_position_embeddings": 100, "rope_parameters": LONGROPE}
-    growing = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-    for model_type, fields in (("phi3", long), ("llama", growing)):
-        with pytest.raises(Refusal, match=r"\((longrope|dynamic)\) depends on the length of a text"):
-            store_encoded(tiny_model(tiny_config(model_type, **fields)), "int4")
-        store_encoded(tiny_model(tiny_config(model_type, **fields)), "int8")
-    both = tiny_model(tiny_config("gemma3_text", use_bidirectional_attention=True))
-    with pytest.raises(Refusal, match="tokens of Gemma3ForCausalLM see later ones"):
-        store_encoded(both, "int4")
 
 
 @pytest.mark.parametrize(("kind", "form"), [("heads", "bfloat16"), ("latent", "float32")])

@@ -188,22 +188,6 @@ def test_fp8_saturates_as_engines_do() -> None:
     assert back(torch.tensor([[1e4, -1e4, 448.0, 0.0]]), FORMATS["fp8"]).tolist() == [[448.0, -448.0, 448.0, 0.0]]
 
 
-@pytest.mark.parametrize("form", INTEGERS, ids=named)
-def test_unseen_values_change_no_scale(form: Format) -> None:
-    values, seen = draw(2, 3, 32), torch.ones(2, 1, 32, dtype=torch.bool)
-    seen[0, :, :5] = False
-    clean = values.clone()
-    values[0, :, :5] = 1e5
-    clean[0, :, :5] = clean[0, :, 5:6]
-    stored = encode(values, form, 32, seen)
-    plain = encode(clean, form, 32)
-    assert torch.equal(stored.scales, plain.scales)
-    assert form.steps or torch.equal(stored.offsets, plain.offsets)
-    assert torch.equal(decode(stored, form, 32, torch.float32)[:, :, 5:], decode(plain, form, 32, torch.float32)[:, :, 5:])
-    nothing = encode(values, form, 32, torch.zeros_like(seen))
-    assert decode(nothing, form, 32, torch.float32).isfinite().all()
-
-
 @pytest.mark.parametrize("form", EVERY, ids=named)
 def test_the_same_bytes_on_one_thread_and_on_two(form: Format) -> None:
     values, before, found = draw(1, 8, 512, 64), torch.get_num_threads(), list[Encoded]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attention.errors import Refusal
-from attention.formats import FORMATS, format_named
+from attention.formats import FORMATS, format_named, stored_format
 from attention.spec import AttentionSpec
 
 HEADS = AttentionSpec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
@@ -31,18 +31,18 @@ def test_shares_of_a_long_cache_in_bfloat16_with_scales(form: str, of_heads: flo
     assert LATENT.bytes_per_token(form) / whole == pytest.approx(of_latent)
 
 
-@pytest.mark.parametrize(("cached", "encoded"), [(0, 0), (1, 0), (32, 0), (33, 32), (64, 32), (65, 64)])
-def test_the_keys_of_the_newest_group_are_counted_in_full_precision(cached: int, encoded: int) -> None:
-    assert FORMATS["int4"].tokens_encoded(cached) == encoded
-    keys = encoded * 64 * 5 // 8 + (cached - encoded) * 64 * 2
-    values = cached * (32 + 2 * 4)
-    assert HEADS.cache_bytes("int4", cached, 2) == 30 * 3 * (keys + values)
+@pytest.mark.parametrize(("size", "of_keys", "of_values"), [(64, 24, 24), (24, 9, 10)])
+def test_kivi_counts_full_groups_of_keys(size: int, of_keys: int, of_values: int) -> None:
+    """Of two bits, and four bytes for each scale and offset: a channel of keys shares them for 32 tokens, values in a token."""
+    assert AttentionSpec(2, 4, 2, size).bytes_per_token("kivi2") == 2 * 2 * (of_keys + of_values)
 
 
-def test_formats_without_groups_of_tokens_cost_the_same_at_every_length() -> None:
-    for form in ("float32", "fp8", "int8", "q8_0", "q4_0"):
-        assert HEADS.cache_bytes(form, 77, 2) == 77 * HEADS.bytes_per_token(form)
-    assert LATENT.cache_bytes("int4", 77, 2) == 77 * LATENT.bytes_per_token("int4")
+def test_kivi_only_rounds_heads() -> None:
+    with pytest.raises(Refusal, match="no KV cache is stored in kivi3: it rounds texts in an evaluation alone") as caught:
+        stored_format("kivi3")
+    assert caught.value.hint == "compare with it by `convert eval --cache-dtype kivi3`, and store the cache in int3"
+    with pytest.raises(Refusal, match="a latent cannot be cached in kivi4: it groups keys of heads"):
+        LATENT.bytes_per_token("kivi4")
 
 
 def test_ranks_of_layers_are_counted_one_by_one() -> None:
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
         AttentionSpec(2, 4, 2, 6).bytes_per_token("int2")
     assert "int8" in str(caught.value.hint)
     with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int3"):
-        HEADS.latent(12, 32).cache_bytes("int3", 5, 2)
+        HEADS.latent(12, 32).cache_bytes("int3", 5)
     assert AttentionSpec(2, 4, 2, 6).bytes_per_token("fp8") == 2 * 2 * 2 * 6
     assert AttentionSpec(2, 4, 2, 6).bytes_per_token("int8") == 2 * 2 * 2 * (6 + 4)
 

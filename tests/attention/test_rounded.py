@@ -8,13 +8,15 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_model
 from tiny_mla import mla_model, tokens
+from transformers import DynamicCache
 
 from attention.encoded_forward import store_encoded
-from attention.formats import FORMATS
-from attention.rounded import rounding_cache
+from attention.encoding import rounded
+from attention.errors import Refusal
+from attention.formats import FORMATS, KIVI, format_named
+from attention.rounded import read_rounded, rounding_cache
 from attention.spec import AttentionSpec
 
-# What a latent of these sizes, and heads, can be cached in without groups along time.
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
@@ -27,13 +29,13 @@ def latent() -> Any:
 
 
 def through(model: Any, ids: torch.Tensor, form: str) -> torch.Tensor:
-    cache = rounding_cache(FORMATS[form], AttentionSpec.from_config(model.config))
+    cache = rounding_cache(format_named(form), AttentionSpec.from_config(model.config))
     found: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
     return found
 
 
 @pytest.mark.parametrize(
-    ("make", "form"), [(heads, "int8"), (heads, "fp8"), (latent, "int4"), (latent, "int2"), (latent, "fp8"), (latent, "mixed")]
+    ("make", "form"), [(heads, "int4"), (heads, "fp8"), (latent, "int4"), (latent, "int2"), (latent, "fp8"), (latent, "mixed")]
 )
 def test_a_text_is_read_as_from_an_encoded_cache(make: Any, form: str) -> None:
     model, ids = make(), tokens(2, 40)
@@ -44,18 +46,26 @@ def test_a_text_is_read_as_from_an_encoded_cache(make: Any, form: str) -> None:
     assert not torch.allclose(found, plain, atol=1e-4)
 
 
-def test_keys_in_groups_along_time_are_rounded_in_full_groups() -> None:
-    """All but a query's own group are read as from an encoded cache: the first token of each group reads just those."""
-    model, ids = heads(), tokens(1, 33)
+def test_kivi_rounds_keys_along_time_in_full_groups() -> None:
+    """Known answer: each channel of 32 consecutive tokens shares a scale, and values those of one token, as in int4."""
+    form, states = FORMATS["int4"], torch.randn(2, 75, 64, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([rounded(group.mT, form, "values").mT for group in states[:, :64].split(32, 1)] + [states[:, 64:]], 1)
+    assert torch.equal(rounded(states, KIVI["kivi4"], "keys"), expected)
+    assert torch.equal(rounded(states, KIVI["kivi4"], "values"), rounded(states, form, "values"))
+
+
+def test_a_model_reads_whole_texts_rounded() -> None:
+    model, ids = heads(), tokens(2, 40)
     with torch.no_grad():
-        found, expected = through(model, ids, "int4"), store_encoded(model, "int4")(ids).logits
-    assert not torch.allclose(found[:, 1:32], expected[:, 1:32], atol=1e-6)
-    model = heads()
-    model.config.num_hidden_layers = 1  # of the first layer alone: other layers read what earlier tokens became
-    del model.model.layers[1:]
-    with torch.no_grad():
-        found, expected = through(model, ids, "int4"), store_encoded(model, "int4")(ids).logits
-    torch.testing.assert_close(found[:, 32], expected[:, 32])
+        expected = through(model, ids, "kivi2")
+        assert not torch.allclose(model(ids).logits, expected, atol=1e-3)
+        read_rounded(model, "kivi2")
+        output = model(input_ids=ids, use_cache=False)
+    assert torch.equal(output.logits, expected)
+    assert output.past_key_values is None
+    for given in ({"attention_mask": torch.tensor([[0] + [1] * 39, [1] * 40])}, {"past_key_values": DynamicCache()}):
+        with pytest.raises(Refusal, match="kivi2 rounds whole texts: it takes no cache and no padding"):
+            model(ids, **given)
 
 
 @pytest.mark.parametrize("make", [heads, latent])
@@ -67,7 +77,7 @@ def test_gradients_pass_as_if_nothing_were_rounded(make: Any) -> None:
         model.zero_grad()
         logits.log_softmax(-1)[..., 5].sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    plain, rounded = gradients
-    assert plain.keys() == rounded.keys()
+    plain, through_rounding = gradients
+    assert plain.keys() == through_rounding.keys()
     for name, expected in plain.items():
-        assert float((rounded[name] - expected).norm()) < 0.05 * float(expected.norm()) + 1e-9, name
+        assert float((through_rounding[name] - expected).norm()) < 0.05 * float(expected.norm()) + 1e-9, name

@@ -158,17 +158,17 @@ def test_windows_bound_what_layers_hold() -> None:
     """Gemma 3 of 18 layers, and of 26, whose 139 MiB others have measured."""
     pattern = (*(512,) * 5, None)
     small, large = (AttentionSpec(n, 4, 1, 256, windows=(pattern * 5)[:n]) for n in (18, 26))
-    assert large.cache_bytes("bfloat16", 32768, 2) == (22 * 511 + 4 * 32768) * 1024 == 145_729_536
-    assert small.cache_bytes("bfloat16", 32768, 2) == small.bytes_per_token("bfloat16", 32768) * 32768 == 108_512_256
+    assert large.cache_bytes("bfloat16", 32768) == (22 * 511 + 4 * 32768) * 1024 == 145_729_536
+    assert small.cache_bytes("bfloat16", 32768) == small.bytes_per_token("bfloat16", 32768) * 32768 == 108_512_256
     assert small.bytes_per_token("bfloat16") == small.bytes_per_token("bfloat16", 511) == 18 * 1024
-    assert small.cache_bytes("bfloat16", 32768, 2, static=True) == (15 * 512 + 3 * 32768) * 1024
+    assert small.cache_bytes("bfloat16", 32768, static=True) == (15 * 512 + 3 * 32768) * 1024
     assert small.window_note(511) is None
     assert small.window_note(32768) == (
         "the windowed layers (15 of 18, which see 512 tokens) are 7.2% of the cache at 32,768 tokens"
     )
     assert (small.at_context(511), small.at_context(512)) == ("", " at 512 tokens")
     latent = dataclasses.replace(small.latent(96, 32), layer_ranks=(64,) * 17 + (640,))
-    assert latent.cache_bytes("bfloat16", 32768, 2) == ((15 * 511 + 2 * 32768) * 96 + 32768 * 672) * 2
+    assert latent.cache_bytes("bfloat16", 32768) == ((15 * 511 + 2 * 32768) * 96 + 32768 * 672) * 2
     assert "are 2.5% of" in str(latent.window_note(32768))
 
 

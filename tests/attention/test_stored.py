@@ -11,7 +11,7 @@ from attention.stored import Stored
 
 FORMS = [name for name, form in FORMATS.items() if form.bits < 32 and not form.classes]
 CASES = [(form, latent) for form in FORMS for latent in (False, True)] + [("mixed", True)]
-LONG = 75  # tokens: two full groups of keys and a part of one
+LONG = 75  # tokens
 
 
 def stored(form: str, latent: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Stored, Stored]:
@@ -44,13 +44,10 @@ def sdpa(whole: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_and_scores_are_those_of_the_whole(form: str) -> None:
-    query = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def test_blocks_are_those_of_the_whole(form: str) -> None:
     for part in stored(form, dtype=torch.float64):
-        for start, end in ((0, 32), (32, 64), (64, LONG), (32, LONG), (0, LONG)):
-            expected = part.whole()[:, :, start:end]
-            assert torch.equal(part.cached.block(start, end, torch.float64), expected)
-            torch.testing.assert_close(part.cached.scores(query, start, end), query @ expected.mT, rtol=0, atol=1e-12)
+        for start, end in ((0, 32), (31, 50), (64, LONG)):
+            assert torch.equal(part.cached.block(start, end, torch.float64), part.whole()[:, :, start:end])
 
 
 def test_it_is_decoded_once_and_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:

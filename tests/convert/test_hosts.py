@@ -130,7 +130,7 @@ def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert
             found.append(output.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-6)
     spec = AttentionSpec.from_config(model.config)
-    assert sum(layer.stored_bytes(8) for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40, 8)
+    assert sum(layer.nbytes for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40)
 
 
 def test_without_rope_half_of_the_cache_loses_nothing(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ pytestmark = [
 FORMS = [name for name, form in FORMATS.items() if form.bits < 32 and not (form.steps or form.classes)]  # refused
 PAIRS = rows([(form, dtype) for dtype in TOLERANCE for form in FORMS if form != str(dtype)[6:]], [torch.float32])
 SWAPPED = replace(SMALL, swap=True, block_n=32)
-LONG = 75  # tokens: two full groups of keys and a part of one
+LONG = 75  # tokens
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -35,10 +35,9 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def stored(form: str, keys: torch.Tensor, values: torch.Tensor, latent: bool) -> tuple[Stored, Stored]:
-    """Both as a cache has them after tokens came in groups, and the last ones one by one."""
+    """Both as a cache has them after several passes, the last of one token."""
     layer = EncodedLayer(FORMATS[form], latent)
-    for one, other in zip((*keys[:, :, :-3].split(32, 2), *keys[:, :, -3:].split(1, 2)),
-                          (*values[:, :, :-3].split(32, 2), *values[:, :, -3:].split(1, 2)), strict=True):  # fmt: skip
+    for one, other in zip(keys.split([LONG - 1, 1], 2), values.split([LONG - 1, 1], 2), strict=True):
         read = layer.update(one, other)
     assert all(isinstance(part, Stored) for part in read)
     return read
@@ -84,20 +83,6 @@ def test_every_format_of_heads(form: str, dim: int, rank: int, dtype: torch.dtyp
         wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
         expected = torch_decode.decode_grouped(q.double(), exactly(k), exactly(v), wide, SCALE)
         assert agree(gqa_decode(q, k, v, mask, SCALE, sizes), expected)
-
-
-@pytest.mark.parametrize("length", [1, 32, 33, 64])
-def test_keys_of_a_first_group_and_of_none_that_is_closed(length: int) -> None:
-    q, (k, v) = draw(2, 6, 1, 16, seed=2), stored_short(length)
-    expected = torch_decode.decode_grouped(q.double(), exactly(k), exactly(v), None, SCALE)
-    assert agree(decode_grouped(q, k, v, None, SCALE, "triton"), expected)
-
-
-def stored_short(length: int) -> tuple[Stored, Stored]:
-    layer = EncodedLayer(FORMATS["int4"], latent=False)
-    for token in draw(2, 2, 2, length, 16).split(1, 3):
-        read = layer.update(*token)
-    return read
 
 
 @pytest.mark.parametrize("form", rows(FORMS, ["fp8", "int4"]))

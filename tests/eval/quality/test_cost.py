@@ -104,7 +104,7 @@ def test_what_windows_keep_out_of_the_cache_is_not_counted(model_type: str, form
     for context, cut in ((63, False), (64, True), (256, True)):
         before = spec.bytes_per_token("float32", context)
         figures = cache_figures(model, spec, "float32", before, form, context)  # measures, too
-        held = spec.cache_bytes(form or "float32", context, 4) / context
+        held = spec.cache_bytes(form or "float32", context) / context
         assert figures["kv_bytes_per_token"] == figures["kv_bytes_measured"] == held
         assert figures.get("kv_context") == (context if cut else None)
         assert before < whole if cut else before == whole

@@ -32,6 +32,7 @@ from eval.quality.settings import EvaluationSettings
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
 SHORT = EvaluationSettings(contexts=(32,), device="cpu")
+SIZE = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "q_lora_rank": None}  # of a latent
 
 
 @pytest.fixture
@@ -138,14 +139,27 @@ def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) 
     assert 0 < int8["kl_to_source"] < int2["kl_to_source"]
     assert half["kl_to_source"] < int8["kl_to_source"]
     assert int8["kv_bytes_per_token"] == int8["kv_bytes_measured"] == 3 * 2 * 4 * (8 + 4)
-    encoded, opened = 8 * (32 // 4 + 4), 32 * 8 * 4  # keys of a head at 64 tokens: one group is behind, one is open
-    assert int2["kv_bytes_per_token"] == 3 * 4 * ((encoded + opened) / 64 + 2 + 4)
+    assert int2["kv_bytes_per_token"] == int2["kv_bytes_measured"] == 3 * 2 * 4 * (2 + 4)
     assert int2["cache_ratio"] == int2["kv_bytes_per_token"] / source["kv_bytes_per_token"]
     (shorter,) = report["other_contexts"]
     assert [entry["name"] for entry in shorter["models"]] == [name for name, _ in rows]
-    assert shorter["models"][3]["loss_nats"] != 0  # one group, of which values are encoded
+    assert shorter["models"][3]["loss_nats"] != 0
     assert {0 < entry["acceptance"] <= 1 for entry in report["models"]} == {True}
     assert source["acceptance"] == 1
+
+
+def test_kivi_rounds_heads_and_says_that_its_bytes_are_by_formula(pair: list[Source], checkpoint: Make) -> None:
+    latent = Source.parse(str(checkpoint(name="latent", model_type="deepseek_v3", **SIZE)))
+    settings = replace(SHORT, contexts=(64,), cache_dtypes=("kivi2",))
+    *plain, kivi = report_of([pair[0], latent], TEXT, settings)["models"]
+    assert [entry["name"] for entry in (*plain, kivi)] == ["source", "latent", "source (kivi2 cache)"]
+    assert (kivi["cache_format"], kivi["kv_bytes_measured"]) == ("kivi2", None)
+    assert kivi["kv_bytes_per_token"] == 3 * 4 * (8 * (2 + 1) // 8 + 2 + 4)  # keys, values
+    assert kivi["kl_to_source"] > 0
+    (remark,) = kivi["remarks"]
+    assert "its bytes are by formula: a real KIVI cache keeps the keys of the newest tokens as they are" in remark
+    with pytest.raises(Refusal, match="none of the models has keys of heads, which kivi2 groups"):
+        report_of([latent], TEXT, settings)
 
 
 def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[Source]) -> None:
@@ -163,6 +177,7 @@ def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[S
         ("int5", "no KV cache is kept in 'int5'"),
         ("int4", "narrow: a head of 4 values cannot be cached in int4"),
         ("mixed", "none of the models was made for a cache in mixed"),
+        ("kivi4", "narrow: a head of 4 values cannot be cached in kivi4"),
     ],
 )
 def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Make) -> None:
@@ -173,10 +188,9 @@ def test_formats_are_refused_before_weights_are_read(form: str, message: str, ch
 
 
 def test_a_format_of_classes_is_for_latents_that_were_made_for_it(checkpoint: Make) -> None:
-    size = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "q_lora_rank": None}
     source, plain, ordered = (
         Source.parse(str(checkpoint(name=name, model_type=kind, **options)))
-        for name, kind, options in (("source", "llama", {}), ("plain", "deepseek_v3", size), ("ordered", "deepseek_v3", size))
+        for name, kind, options in (("source", "llama", {}), ("plain", "deepseek_v3", SIZE), ("ordered", "deepseek_v3", SIZE))
     )
     made = {"kvfold": "0", "kv_bytes_per_token": {"before": 2, "after": 1, "cache_dtype": "mixed"}}
     (ordered.files / "conversion.json").write_text(json.dumps(made))
