@@ -80,6 +80,8 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
             ok(convert("gqa", source, out, "--groups", row.groups, *(text if o == "TEXT" else o for o in row.options)))
         elif what == "small":
             ok(convert("mla", source, out, *small(row)))
+        elif what == "bfloat16":
+            ok(convert("mla", source, out, *full(source, row), "--method", "svd", "--dtype", "bfloat16"))
         else:
             ok(convert("mla", source, out, *full(source, row), *method_options(what, text)))
         return found.setdefault(key, (source, out))
@@ -353,17 +355,18 @@ def test_small_sizes_run_alike_in_every_way(name: str, made: Made, convert: Conv
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", rows(LATENTS, ["bloom", "falcon", "gpt2", "mixtral", "qwen3", "smollm3", "gemma as minicpm3, as it is"])
-)
+# Of models whose own rounding does not grow with every layer.
+HALVED = ("bloom", "falcon", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mixtral", "mpt", "olmo", "qwen3", "xglm")
+
+
+@pytest.mark.parametrize("name", rows(HALVED, ["bloom", "falcon", "gpt2", "gpt_neo", "gpt_neox", "mpt"]))
 def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
-    """Weights are rounded once, on loading or on writing."""
-    source, out = made(LATENTS[name], "svd")
+    source, out = made(LATENTS[name], "bfloat16")
     ids, dtype = tokens(12), {"dtype": torch.bfloat16}
     exact, half = said(stock(source), ids), said(stock(source, **dtype), ids)
 
     def error(found: torch.Tensor) -> float:
-        if FAMILIES[LATENTS[name].model_type].names.holding("layers.0.mlp.experts.gate.weight") or "mixtral" in name:
+        if name == "mixtral":
             # Rounding gives a token another expert, and those behind it other keys: most have theirs.
             return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
         return float((found - exact).norm() / exact.norm())
@@ -372,7 +375,11 @@ def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
         assert error(said(model, ids)) < 3 * error(half) + 0.02
 
 
-@pytest.mark.parametrize("name", rows(LATENTS, ["codegen", "gpt2", "mpt, clipped", "smollm3", "gemma as minicpm3, biases"]))
+# All but those whose layers rotate with different frequencies, of which kvfold cannot tell some apart.
+SOURCES = [name for name in LATENTS if name not in ("gemma3_text", "olmo3")]
+
+
+@pytest.mark.parametrize("name", rows(SOURCES, ["codegen", "gpt2", "mpt, clipped", "smollm3", "gemma as minicpm3, biases"]))
 def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: Path) -> None:
     """Of smaller latents, as the source is; a latent of its own size is a copy."""
     row, ids = LATENTS[name], tokens(20)
