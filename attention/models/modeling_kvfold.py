@@ -121,7 +121,8 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
         return
     drawn = torch.randn(1, _TOKENS, embedding.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), _first_layers(decoder, config) as layers, _in_fp32(decoder, embedding) as exact:
-        states = drawn.to(embedding.weight.device, decoder.dtype)
+        behind = (weight.dtype for weight in decoder.parameters() if weight is not embedding.weight)
+        states = drawn.to(embedding.weight.device, next(behind) if exact else decoder.dtype)
         expected, found = decoder(inputs_embeds=states, use_cache=False).last_hidden_state, []
         cache: dict[str, Any] = {}
         for part in states.split([_TOKENS - _STEPS, *[1] * _STEPS], 1):
