@@ -24,12 +24,10 @@ from random_llama import run
 
 from convert import heal
 from convert.healing.memory import expected
-from convert.healing.models import running, student_of
+from convert.healing.models import student_of, teacher_of, trainer_of
 from convert.healing.plan import HealPlan
 from convert.healing.student import trained
 from convert.healing.texts import TrainingTexts
-from convert.healing.trainable import Trainable
-from convert.healing.training import Distillation, Schedule, Trainer
 
 IMPORTS = (
     "import accelerate, torch, convert.healing.run, transformers.models.llama.modeling_llama, torch._subclasses.fake_tensor"
@@ -56,35 +54,31 @@ def main(arguments: list[str] | None = None) -> None:
 
 def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
-    from accelerate import Accelerator
-
     text = TrainingTexts.read(plan).known
-    with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
-        names = trained(student, plan.family, plan.spec.num_layers, "attention")
-        what, other = Trainable(student, names), copy.deepcopy(student)
-        schedule = Schedule(4 * rounds, plan.batch, plan.micro_batch, 1e-5, 0)
-        trainer = Trainer(
-            Accelerator(cpu=True),
-            Distillation(student, teacher, 0.0, plan.converted.vocabulary),
-            text,
-            schedule,
-            what,
-        )
+    with teacher_of(plan) as teacher, student_of(plan) as student, tempfile.TemporaryDirectory() as unused:
+        other, names = copy.deepcopy(student), trained(student, plan.family, plan.spec.num_layers, "attention")
+        for name in names:
+            other.get_parameter(name).requires_grad_(True)
+        trainer = trainer_of(plan, text, student, teacher, names, Path(unused))
         optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)
-        plain_seconds, seconds = [], []
-        for step in range(rounds + 1):
-            began = time.perf_counter()
-            found = trainer.step(step, schedule)
+        order = text.order((rounds + 1) * plan.batch, plan.seed).split(plan.batch)
+        seconds, plain_seconds, losses, began = list[float](), list[float](), list[float](), time.perf_counter()
+
+        def beside(tokens: int) -> None:
+            nonlocal began
             middle = time.perf_counter()
-            ids = text.blocks[text.batch(step, plan.batch, schedule.seed)]
-            loss = plain(other, teacher.model, ids)
+            losses.append(plain(other, teacher, text.blocks[order[len(losses)]]))
             optimiser.step()
             optimiser.zero_grad()
             ended = time.perf_counter()
-            assert abs(found - loss) <= 1e-3 * abs(loss) + 1e-6, f"the two losses differ: {found} and {loss}"
-            if step:  # the first one warms up
-                seconds.append(middle - began)
-                plain_seconds.append(ended - middle)
+            seconds.append(middle - began)
+            plain_seconds.append(ended - middle)
+            began = ended
+
+        trainer.run(rounds + 1, 1e-5, beside)
+        found, expected_loss = trainer.state.log_history[-1]["train_loss"], statistics.mean(losses)
+        assert abs(found - expected_loss) <= 1e-3 * abs(found) + 1e-6, f"the two losses differ: {found} and {expected_loss}"
+        del seconds[0], plain_seconds[0]  # the first ones warm up
     tokens = plan.batch * plan.context
     ratio = statistics.median(a / b for a, b in zip(plain_seconds, seconds, strict=True))
     rates = [tokens / statistics.median(found) for found in (plain_seconds, seconds)]

@@ -248,20 +248,10 @@ class Training(TypedDict, Generic[Dry], total=False):
     ce: Annotated[
         float, Option("Add the cross-entropy of the text, times WEIGHT, to the KL.", default=0.0, least=0, metavar="WEIGHT")
     ]
-    top_k: Annotated[int | None, Option("Use only the K largest probabilities of the teacher.", least=1, metavar="K")]
-    teacher_cache: Annotated[
-        str | Path | None,
-        Option(
-            "Keep these in DIR, for all steps and later runs, so that the teacher is not in memory beside the student.",
-            parse=Path,
-            directory="new",
-            consent=True,
-        ),
-    ]
     track: Annotated[
         str | None,
         Option(
-            "Send figures to tensorboard, wandb or another tracker of accelerate; files go to OUTPUT.logs.",
+            "Send figures to tensorboard (files in OUTPUT.logs), wandb or another tracker of transformers.",
             metavar="NAME",
             consent=True,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _TASKS = "run lm-eval on `attention.load`, as docs/evaluation.md shows"
+_TEACHER = "the teacher is in memory; --checkpointing and --micro-batch-tokens take less of it, and FSDP 2 divides both models"
 
 OPTIONS = {
     "--grouping": "each group has heads that stand side by side",
@@ -11,4 +12,6 @@ OPTIONS = {
     "--q-lora-rank": "queries have full rank, in a latent of their own where --engine llama.cpp needs one",
     "--task-path": _TASKS,
     "--tasks": _TASKS,
+    "--teacher-cache": _TEACHER,
+    "--top-k": _TEACHER,
 }

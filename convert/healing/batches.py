@@ -95,23 +95,18 @@ class TrainingText:
             blocks = torch.cat((blocks, judged.blocks(context)))
         return cls(text, blocks, tuple(parts), torch.cat(aside))
 
-    def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
-        """`[size]`, the indices of a step's blocks.
+    def order(self, count: int, seed: int) -> torch.Tensor:
+        """`[count]`, the indices of the blocks that steps see, one after the other.
 
         Texts take turns by their shares. Each gives all of its blocks in random order, then all in another order, and so on.
         """
-        return torch.stack([self._drawn(index, seed) for index in range(step * size, (step + 1) * size)])
-
-    def _drawn(self, index: int, seed: int) -> torch.Tensor:
-        """The block at an index of the sequence of all steps."""
-        text, number = turn(index, [part.share for part in self.parts])
-        blocks = self.parts[text].indices
-        again, among = divmod(number, len(blocks))
-        return blocks[_order(len(blocks), seed, again)[among]]
-
-    def seen(self, steps: int, size: int, seed: int) -> torch.Tensor:
-        """The indices of all blocks that some steps see, and of those to judge by, in order."""
-        return torch.cat([self.held_out, *(self.batch(step, size, seed) for step in range(steps))]).unique()
+        found, shares = torch.empty(count, dtype=torch.int64), [part.share for part in self.parts]
+        for index in range(count):
+            text, number = turn(index, shares)
+            blocks = self.parts[text].indices
+            again, among = divmod(number, len(blocks))
+            found[index] = blocks[_order(len(blocks), seed, again)[among]]
+        return found
 
     def passes(self, steps: int, size: int) -> float:
         """How often steps of `size` blocks go over the text, or over that of several which they see most often."""

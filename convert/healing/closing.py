@@ -11,10 +11,8 @@ import torch
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.batches import TrainingText
 from convert.healing.memory import disk
-from convert.healing.models import train
 from convert.healing.plan import HealOptions, HealPlan, sized
 from convert.healing.provenance import course_of
-from convert.healing.team import Team
 from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
@@ -36,8 +34,8 @@ def heal_result(
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
-    A resumed run goes on from the last state. Files are replaced one by one after the last step; if that is interrupted, or a
-    file is damaged later, the conversion writes it again, and the last state replaces all.
+    A resumed run goes on from the Trainer's last checkpoint. Files are replaced one by one after the last step; if that is
+    interrupted, or a file is damaged later, the conversion writes it again, and the last checkpoint replaces all.
 
     Args:
         plan: The conversion that made the checkpoint, with a calibration.
@@ -102,11 +100,13 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.dev
 
 
 def _trained(plan: HealPlan, work: Work, text: Tokens, judged: Tokens | None, progress: Progress) -> dict[str, Any]:
-    reader, team = Reader(work.path), Team.of(plan)
+    from convert.healing.models import train  # transformers' Trainer takes a second to import
+
+    reader = Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
     blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch, judged)
-    outcome, where = train(plan, blocks, reader, team, work.training, progress)
+    outcome, where = train(plan, blocks, reader, work.training, progress)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)

@@ -37,8 +37,6 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "train": o.train,
         "lora_rank": o.lora_rank,
         "ce": o.ce,
-        "top_k": o.top_k,
-        "teacher_cache": None if o.teacher_cache is None else str(o.teacher_cache),
         "checkpointing": o.checkpointing,
         "memory_bytes": expected(plan),
         "notes": list(plan.notes),
@@ -57,7 +55,7 @@ def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> st
     """A finished healing, for a terminal."""
     found = provenance["healing"]
     before, after = found["before"], found["after"]
-    kl = f"KL{_largest(found['top_k'])} {before['kl']:.4f} → {after['kl']:.4f}"
+    kl = f"KL {before['kl']:.4f} → {after['kl']:.4f}"
     lines = [
         f"on {found['held_out_tokens']} tokens of it that no step saw: {kl}, "
         f"loss over the teacher {before['loss_nats']:+.4f} → {loss_text(after['loss_nats'])}",
@@ -73,10 +71,6 @@ def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> st
     return "\n".join([*_lines(plan, passes), *lines, f"written to {plan.output.path}"])
 
 
-def _largest(top_k: int | None) -> str:
-    return f" of the {top_k} largest probabilities" if top_k else ""
-
-
 def _chosen_rate(plan: HealPlan) -> str:
     if plan.trial_steps:
         return f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
@@ -86,10 +80,9 @@ def _chosen_rate(plan: HealPlan) -> str:
 def _lines(plan: HealPlan, passes: float) -> list[str]:
     o = plan.options
     rate = f"learning rate {o.lr:g}" if o.lr else _chosen_rate(plan)
-    loss = "KL to the teacher" + (f"'s {o.top_k} largest probabilities" if o.top_k else "")
     again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
     return [
-        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: {loss}"
+        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher"
         + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
         f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {_TRAINS[o.train].format(rank=o.lora_rank)}; {rate}",

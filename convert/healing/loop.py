@@ -1,24 +1,86 @@
-"""The course of a healing: the choice of a learning rate, then steps, points of the curve and states, to the end."""
+"""The course of a healing: the choice of a learning rate, then steps, points of the curve and checkpoints, to the end."""
 
 from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from attention.errors import Failure
 from convert.healing.plan import RATIO, HealPlan
-from convert.healing.states import Progressed, States
-from convert.healing.training import NotFinite, Point, Trainer
+from convert.healing.tracking import tracker
+from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share
+from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
 from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
 _ALIKE = 1.1  # times the smallest KL
+_STATE, _SEAL = "trainer_state.json", "sealed.json"  # in a checkpoint
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the curve: what held-out blocks say after some steps.
+
+    Attributes:
+        step: Steps taken.
+        tokens: Tokens seen.
+        rate: The learning rate of the last step.
+        train_loss: Mean loss of the steps since the last point; None before the first step.
+        kl: Mean KL to the teacher on the held-out blocks.
+        loss_nats: Mean loss over the teacher's there.
+    """
+
+    step: int
+    tokens: int
+    rate: float
+    train_loss: float | None
+    kl: float
+    loss_nats: float
+
+
+@dataclass
+class Progressed:
+    """How far a healing is.
+
+    Attributes:
+        rate: The learning rate that was chosen.
+        tried: What each rate reached: its mean KL on the held-out blocks.
+        curve: The points so far, from before the first step on.
+    """
+
+    rate: float
+    tried: dict[str, float]
+    curve: list[Point]
+
+    @property
+    def best(self) -> Point:
+        """The point with the smallest KL."""
+        return min(self.curve, key=lambda point: point.kl)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.curve[-1].step
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the last points brought no new best one.
+
+        The first point does not count: a high rate loses at first, and gains more than that later.
+        """
+        found = [point.kl for point in self.curve[1:]]
+        return bool(found) and len(found) - 1 - found.index(min(found)) >= _PATIENCE
 
 
 @dataclass(frozen=True)
@@ -38,8 +100,7 @@ class Outcome:
 
 def healed(
     plan: HealPlan,
-    trainer: Trainer,
-    states: States,
+    trainer: HealingTrainer,
     stored: Mapping[str, torch.dtype],
     kept: Callable[[Progressed], object],
     progress: Progress,
@@ -48,57 +109,44 @@ def healed(
 
     Args:
         plan: The plan.
-        trainer: Of the student; with a state on disk, it goes on from there.
-        states: Where states are kept.
+        trainer: Of the student; with checkpoints on disk, it goes on from the last one.
         stored: The dtype that each parameter is written in, by its name.
-        kept: Called after each state is saved, with the progress.
+        kept: Called after each checkpoint is saved, with the progress.
         progress: Called with the tokens seen.
 
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
-    progressed = states.load()
+    progressed = checkpoint = None
+    if (last := _last(trainer)) is not None:
+        checkpoint, progressed = last
     if progressed is None:
-        start = _point(trainer, 0, 0.0, None)
+        start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
         if start.kl <= _EXACT:
-            _tell(
-                trainer,
-                logging.WARNING,
-                f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}",
-            )
+            lost = f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}"
+            _tell(trainer, logging.WARNING, lost)
             return Outcome(Progressed(0.0, {}, [start]), start, {})
         rate, tried = _chosen(plan, trainer, start, progress)
         progressed = Progressed(rate, tried, [start])
-    schedule = replace(trainer.schedule, rate=progressed.rate)
-    per_step = plan.batch * plan.context
-    with stage(progress, "heal", plan.tokens, "token") as done:
-        if progressed.step:
-            done(progressed.step * per_step)
-        losses: list[float] = []
-        while progressed.step < plan.steps and not _stale(progressed):
-            losses.append(trainer.step(progressed.step, schedule))
-            progressed.step += 1
-            done(per_step)
-            trainer.accelerator.log({"train/loss": losses[-1]}, step=progressed.step * per_step)
-            if progressed.step % plan.every and progressed.step < plan.steps:
-                continue
-            rate_now = schedule.rate * schedule.share(progressed.step - 1)
-            point = _point(trainer, progressed.step, rate_now, sum(losses) / len(losses), per_step)
-            losses = []
-            progressed.curve.append(point)
-            states.save(progressed)
-            kept(progressed)
+    if progressed.step < plan.steps and not progressed.is_stale:
+        trainer.add_callback(_Course(plan, trainer, progressed, kept))
+        if plan.options.track is not None:
+            trainer.add_callback(tracker(plan.options.track, plan.logs))
+        with stage(progress, "heal", plan.tokens, "token") as done:
+            done(progressed.curve[-1].tokens)
+            trainer.run(plan.steps, progressed.rate, done, checkpoint)
+        trainer.remove_callback(_Course)
     if progressed.step < plan.steps:
         stopped = f"stopped after step {progressed.step} of {plan.steps}"
         _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
-    return _outcome(trainer, progressed, states, stored)
+    return _outcome(trainer, progressed, stored)
 
 
-def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: Mapping[str, torch.dtype]) -> Outcome:
+def _outcome(trainer: HealingTrainer, progressed: Progressed, stored: Mapping[str, torch.dtype]) -> Outcome:
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
-        rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(states.best(best.step)).items()}
+        rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(best.step).items()}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
                 kind = str(weight.dtype).removeprefix("torch.")
@@ -107,24 +155,17 @@ def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: M
                     hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
         trainer.put({name: weight.float() for name, weight in rounded.items()})
-        sums = trainer.measure()
-        after = replace(best, kl=sums.mean_kl, loss_nats=sums.mean_loss)
-        if after.kl < start.kl:
-            return Outcome(progressed, after, rounded)
+        kl, loss_nats = trainer.measure()
+        if kl < start.kl:
+            return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded)
     _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
     return Outcome(progressed, start, {})
 
 
-def _stale(progressed: Progressed) -> bool:
-    """Whether the last points brought no new best one.
-
-    The first point does not count: a high rate loses at first, and gains more than that later.
-    """
-    found = [point.kl for point in progressed.curve[1:]]
-    return bool(found) and len(found) - 1 - found.index(min(found)) >= _PATIENCE
+# ---- learning rates ----------------------------------------------------------------------------------------------------
 
 
-def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
+def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
     """The learning rate that gains most within a few steps, and what each reached.
 
     While the best is the largest or the smallest that was tried, another one beyond it is tried, too.
@@ -152,15 +193,12 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
     return float(f"{best:.2e}"), named
 
 
-def _tried(plan: HealPlan, trainer: Trainer, rate: float, progress: Progress) -> float:
+def _tried(plan: HealPlan, trainer: HealingTrainer, rate: float, progress: Progress) -> float:
     """The KL on held-out blocks after a short training at this rate; infinite where it does not stay finite."""
-    schedule, per_step = replace(trainer.schedule, rate=rate, steps=plan.trial_steps), plan.batch * plan.context
     try:
-        with stage(progress, "try rates", plan.trial_steps * per_step, "token") as done:
-            for step in range(plan.trial_steps):
-                trainer.step(step, schedule)
-                done(per_step)
-            return trainer.measure().mean_kl
+        with stage(progress, "try rates", plan.trial_steps * plan.batch * plan.context, "token") as done:
+            trainer.run(plan.trial_steps, rate, done)
+            return trainer.measure()[0]
     except NotFinite:  # a rate that is far too high
         return math.inf
 
@@ -177,17 +215,91 @@ def _largest(tried: dict[float, float]) -> float | None:
     return max((rate for rate, kl in tried.items() if kl <= _ALIKE * least), default=None) if least < math.inf else None
 
 
-def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, per_step: int = 0) -> Point:
-    sums = trainer.measure()
-    point = Point(step, step * per_step, rate, train_loss, sums.mean_kl, sums.mean_loss)
-    held_out = {"held_out/kl": point.kl, "held_out/loss_nats": point.loss_nats, "train/rate": rate}
-    trainer.accelerator.log(held_out, step=point.tokens)
+# ---- the curve and its checkpoints -------------------------------------------------------------------------------------
+
+
+class _Course(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Asks the Trainer for points of the curve, ends the training, and seals its checkpoints, which hold the progress."""
+
+    def __init__(
+        self, plan: HealPlan, trainer: HealingTrainer, progressed: Progressed, kept: Callable[[Progressed], object]
+    ) -> None:
+        self._plan, self._trainer, self._progressed, self._kept = plan, trainer, progressed, kept
+        self._losses: list[float] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": asdict(self._progressed)}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        at_point = state.global_step % self._plan.every == 0 or state.global_step == self._plan.steps
+        control.should_evaluate = control.should_save = at_point
+        control.should_log = at_point or self._plan.options.track is not None
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **named: Any) -> None:
+        self._losses += [logs["loss"]] if "loss" in logs else []
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **named: Any
+    ) -> None:
+        step, losses = state.global_step, self._losses
+        rate = self._progressed.rate * share(step - 1, self._plan.steps)
+        tokens, measured = step * self._plan.batch * self._plan.context, (metrics["eval_kl"], metrics["eval_loss_nats"])
+        self._progressed.curve.append(_point(self._trainer, Point(step, tokens, rate, sum(losses) / len(losses), *measured)))
+        self._losses = []
+        control.should_training_stop |= self._progressed.is_stale
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        if args.should_save:
+            new = _checkpoint(self._trainer, state.global_step)
+            _seal(new)
+            for old in new.parent.glob("checkpoint-*"):
+                if old not in (new, _checkpoint(self._trainer, self._progressed.best.step)):
+                    shutil.rmtree(old, ignore_errors=True)
+        self._kept(self._progressed)
+
+
+def _seal(checkpoint: Path) -> None:
+    """Write down what a checkpoint holds, once that is on disk: without this it does not count."""
+    sync_tree(checkpoint)
+    seal(checkpoint / _SEAL, {name: checksum(checkpoint / name) for name in (WEIGHTS, OPTIMIZER, _STATE)})
+
+
+def _last(trainer: HealingTrainer) -> tuple[Path, Progressed] | None:
+    """The last checkpoint that is whole, beside that of its best point, and its progress."""
+    steps = (int(path.name.split("-")[1]) for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+    for checkpoint in (_checkpoint(trainer, step) for step in sorted(steps, reverse=True)):
+        if not (checkpoint / _SEAL).exists():
+            continue  # a run was stopped while it wrote it
+        if _is_whole(checkpoint):
+            saved = TrainerState.load_from_json(str(checkpoint / _STATE)).stateful_callbacks[_Course.__name__]["attributes"]
+            progressed = Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])
+            if progressed.best.step == 0 or _is_whole(_checkpoint(trainer, progressed.best.step)):
+                return checkpoint, progressed
+        damaged = f"{checkpoint} is damaged, so training goes on from an earlier one, or begins again"
+        _tell(trainer, logging.WARNING, damaged)
+    return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    sealed = unsealed(checkpoint / _SEAL)
+    try:
+        return sealed is not None and all(checksum(checkpoint / name) == hash_ for name, hash_ in sealed.items())
+    except OSError:
+        return False
+
+
+def _checkpoint(trainer: HealingTrainer, step: int) -> Path:
+    return Path(trainer.args.output_dir, f"checkpoint-{step}")
+
+
+def _point(trainer: HealingTrainer, point: Point) -> Point:
+    """The point, once it is told."""
     found = f"KL {point.kl:.4f}, {point.loss_nats:+.4f} nats over the teacher on held-out blocks"
-    _tell(trainer, logging.INFO, f"step {step}: {found}")
+    _tell(trainer, logging.INFO, f"step {point.step}: {found}")
     return point
 
 
-def _tell(trainer: Trainer, level: int, message: str) -> None:
+def _tell(trainer: HealingTrainer, level: int, message: str) -> None:
     """Log a message, if this is the process that does."""
-    if trainer.leads:
+    if trainer.args.should_save:
         _log.log(level, message)

@@ -7,76 +7,15 @@ pass then only scales that gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import nll_loss
 
 VALUES_AT_ONCE = 2**23  # logits at a time
-_LEAST = 1e-12  # of the mass that is left beside the largest probabilities
 
-
-class Prediction(NamedTuple):
-    """The teacher's predictions for n tokens.
-
-    Attributes:
-        values: Log-probabilities `[n, vocabulary]`, or the k largest of each, `[n, k]`; fp32.
-        ids: `[n, k]`, int64: the tokens that these are of; None for all.
-        losses: `[n]`: minus those of the tokens that follow, fp32.
-    """
-
-    values: torch.Tensor
-    ids: torch.Tensor | None
-    losses: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, targets: torch.Tensor, k: int | None = None) -> Prediction:
-        """Of logits `[n, vocabulary]` and the tokens that follow, `[n]`; None for all, or the k largest."""
-        full = logits.log_softmax(-1)
-        losses = nll_loss(full, targets, reduction="none")
-        return cls(full, None, losses) if k is None else cls(*full.topk(k, -1), losses)
-
-    def distances(self, found: torch.Tensor) -> torch.Tensor:
-        """`[n]`, the KL of each to log-probabilities `found [n, vocabulary]`.
-
-        With the k largest, all other tokens count as one, which is never more than the KL itself.
-        """
-        if self.ids is None:
-            return (self.values.exp() * (self.values - found)).sum(-1)
-        mine, theirs = self.values.exp(), found.gather(-1, self.ids)
-        rest = (1 - mine.sum(-1)).clamp_min(0)
-        other = (1 - theirs.exp().sum(-1)).clamp_min(_LEAST)
-        beside = torch.where(rest > _LEAST, rest * (rest.clamp_min(_LEAST).log() - other.log()), 0)
-        return (mine * (self.values - theirs)).sum(-1) + beside
-
-
-@dataclass
-class Sums:
-    """Sums over tokens, in nats: the KL to the teacher, and both models' losses on the text itself."""
-
-    kl: float = 0.0
-    student: float = 0.0
-    teacher: float = 0.0
-    tokens: int = 0
-
-    @property
-    def mean_kl(self) -> float:
-        """The mean KL to the teacher."""
-        return self.kl / self.tokens
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean loss over the teacher's."""
-        return (self.student - self.teacher) / self.tokens
-
-    def plus(self, other: Sums) -> Sums:
-        """Of the tokens of both."""
-        return Sums(self.kl + other.kl, self.student + other.student, self.teacher + other.teacher, self.tokens + other.tokens)
-
-
-# A chunk of tokens → what the teacher says of these.
-Expected = Callable[[slice], Prediction]
+# A chunk of tokens → the teacher's logits, `[n, vocabulary]`, fp32.
+Expected = Callable[[slice], torch.Tensor]
 # Hidden states `[n, E]` → logits `[n, vocabulary]`, fp32.
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -85,6 +24,11 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
     """Chunks of tokens whose logits are few enough to exist at once."""
     rows = max(1, VALUES_AT_ONCE // vocabulary)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def distances(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """`[n]`, KL(expected ‖ found) of each token, from log-probabilities `[n, vocabulary]`."""
+    return (expected.exp() * (expected - found)).sum(-1)
 
 
 def distance(
@@ -101,7 +45,7 @@ def distance(
     Args:
         hidden: The student's hidden states, `[N, E]`.
         head: Makes its logits.
-        expected: What the teacher says.
+        expected: Makes the teacher's.
         targets: `[N]`, the tokens that follow.
         vocabulary: How many tokens there are.
         ce: The weight of the cross-entropy.
@@ -132,11 +76,11 @@ class _Chunked(torch.autograd.Function):
         of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
         for chunk in chunks(len(hidden), vocabulary):
             with torch.no_grad():
-                teacher = expected(chunk)
+                teacher = expected(chunk).log_softmax(-1)
             with torch.enable_grad():
                 states = hidden[chunk].detach().requires_grad_(True)
                 found = head(states).log_softmax(-1)
-                loss = teacher.distances(found).sum()
+                loss = distances(teacher, found).sum()
                 if ce:
                     loss = loss + ce * nll_loss(found, targets[chunk], reduction="sum")
                 slopes[chunk], *others = torch.autograd.grad(loss, [states, *parameters])
@@ -153,13 +97,12 @@ class _Chunked(torch.autograd.Function):
         return slopes * scale, None, None, None, None, None, *(found * scale for found in of_parameters)
 
 
-def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> Sums:
-    """Sums over N tokens, without gradients. Arguments as of `distance`."""
-    sums = Sums(tokens=len(targets))
+def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """`[N, 3]`, fp64: each token's KL to the teacher, the student's loss and the teacher's. Arguments as of `distance`."""
+    parts = []
     with torch.no_grad():
         for chunk in chunks(len(hidden), vocabulary):
-            teacher, found = expected(chunk), head(hidden[chunk]).log_softmax(-1)
-            sums.kl += teacher.distances(found).double().sum().item()
-            sums.student += nll_loss(found, targets[chunk], reduction="sum").item()
-            sums.teacher += teacher.losses.double().sum().item()
-    return sums
+            teacher, found = expected(chunk).log_softmax(-1), head(hidden[chunk]).log_softmax(-1)
+            losses = (nll_loss(one, targets[chunk], reduction="none") for one in (found, teacher))
+            parts.append(torch.stack((distances(teacher, found), *losses), 1).double())
+    return torch.cat(parts)

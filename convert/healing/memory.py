@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
-_KEPT = 9  # fp32 numbers on disk for each: two states of a weight and its moments, three copies of the best weights
+_KEPT = 9  # fp32 numbers on disk for each: it and its moments in the last checkpoint, in the best, and in the one being written
 _OF_LOGITS = (
     9  # fp32 copies of the logits that exist at once, of both models and their gradients, and what malloc keeps of them
 )
@@ -49,9 +49,7 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
     trusted = plan.teacher.trust_remote_code
     return {
         "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()) // parts,
-        "teacher": 0
-        if plan.options.teacher_cache
-        else dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
+        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
         "training": _FP32 * _PER_WEIGHT * _trained(plan, model, names) // parts,
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.micro_batch * plan.context * plan.converted.vocabulary),
@@ -61,12 +59,7 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
 
 def disk(plan: HealPlan) -> int:
     """Bytes on disk while it runs, besides the result."""
-    return _FP32 * _KEPT * trained_numbers(plan)
-
-
-def trained_numbers(plan: HealPlan) -> int:
-    """How many numbers train."""
-    return _trained(plan, *_model(plan))
+    return _FP32 * _KEPT * _trained(plan, *_model(plan))
 
 
 def _model(plan: HealPlan) -> tuple[Any, set[str]]:

@@ -15,7 +15,7 @@ from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import held_parameters
-from convert.output.destination import Output, check_output, partial_path, read_provenance
+from convert.output.destination import Output, check_output, read_provenance
 from convert.planning.base import convertible, location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
@@ -25,8 +25,6 @@ from eval.machine.device import require_device
 from eval.quality.origin import stated_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from convert.families import Family
 
 EFFORTS = {
@@ -66,8 +64,6 @@ class HealOptions:
         train: One of `PARTS`.
         lora_rank: The rank of what trains beside a matrix; None where matrices themselves train.
         ce: The weight of the cross-entropy beside the KL.
-        top_k: How many of the teacher's probabilities count.
-        teacher_cache: The directory that keeps what the teacher says, so that it is not in memory beside the student.
         eval_every: Tokens from one point of the curve to the next.
         checkpointing: Whether layers are computed again in the backward pass, which saves memory.
         track: The tracker that figures go to; None for none.
@@ -84,8 +80,6 @@ class HealOptions:
     train: str = PARTS[0]
     lora_rank: int | None = None
     ce: float = 0.0
-    top_k: int | None = None
-    teacher_cache: Path | None = None
     eval_every: int | None = None
     checkpointing: bool = False
     track: str | None = None
@@ -200,7 +194,6 @@ class HealPlan:
             "train": o.train,
             "lora_rank": o.lora_rank,
             "ce": o.ce or None,
-            "top_k": o.top_k,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
             "cache_dtype": o.cache_dtype if self.rounding is None else self.cache_dtype,
@@ -254,15 +247,6 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
             f"({source.vocabulary}) differ: their predictions cannot be compared",
             hint="--teacher names the model that it was converted from",
         )
-    if options.top_k is not None and options.top_k > source.vocabulary:
-        raise Refusal(f"--top-k {options.top_k} is more than the {source.vocabulary} tokens of the vocabulary")
-    if options.teacher_cache is not None and options.top_k is None:
-        raise Refusal(
-            f"--teacher-cache keeps the teacher's largest probabilities, not all {source.vocabulary} of each token",
-            hint="say how many with --top-k, such as 64",
-        )
-    if options.teacher_cache is not None:
-        _require_apart(options.teacher_cache, [output.path, *(s.directory for s in (converted, source) if s.directory)])
     if not list(converted.files.glob("*.safetensors")):
         raise Refusal(
             f"{converted.reference} holds pickled weights, which heal does not write",
@@ -320,14 +304,6 @@ def _check_rounding(plan: HealPlan, model: Any) -> None:
             f"--checkpointing computes layers again without a cache, and the result is for one in {plan.cache_dtype}",
             hint="leave out --checkpointing, or give --cache-dtype " + plan.converted.dtype,
         )
-
-
-def _require_apart(cache: Path, others: Sequence[Path]) -> None:
-    """Refuse a cache inside or around OUTPUT, which is replaced as a whole, or a model."""
-    whole = cache.resolve()
-    for other in (path.resolve() for path in others):
-        if whole.is_relative_to(other) or other.is_relative_to(whole) or whole.is_relative_to(partial_path(other)):
-            raise Refusal(f"--teacher-cache {cache} overlaps {other}", hint="give it a directory of its own")
 
 
 def _with_rank(options: HealOptions) -> HealOptions:

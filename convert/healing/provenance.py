@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED
 from convert.healing.batches import TrainingText
-from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
 from convert.output.destination import read_provenance
 from convert.output.provenance import versions
+
+if TYPE_CHECKING:
+    from convert.healing.loop import Outcome
 
 # Of the conversion alone, beside the healing's own.
 _OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing")
@@ -65,7 +67,6 @@ def course_of(plan: HealPlan, text: TrainingText, outcome: Outcome) -> dict[str,
         "text_hash": text.tokens.hash,
         "tokens": progressed.curve[-1].tokens,
         "passes": text.passes(progressed.step, plan.batch),
-        "top_k": plan.options.top_k,
         "held_out_tokens": len(text.held_out) * plan.context,
         "rate": progressed.rate,
         "rates_tried": progressed.tried,

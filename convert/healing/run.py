@@ -12,18 +12,17 @@ from typing import Any
 from attention.models import AUTO_MAP, CODE, names_ours, provides
 from convert.calibration.own_text import own_text
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
-from convert.healing.cache import TeacherCache
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
+from convert.healing.loop import Progressed
 from convert.healing.memory import disk, expected
 from convert.healing.models import train
 from convert.healing.plan import HealPlan
 from convert.healing.provenance import provenance_of
-from convert.healing.states import Progressed
-from convert.healing.team import Team, computes_in
+from convert.healing.team import agreed, computes_in, join, shards
 from convert.healing.texts import TrainingTexts
-from convert.healing.tracking import tracked
 from convert.healing.weights import write_files
+from convert.launch import is_first, launched_count
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
 from convert.output.destination import CHECKPOINT, partial_path, without_text
 from convert.output.evaluation import evaluated
@@ -124,10 +123,10 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
     Raises:
         KvfoldError: As of `convert.output.writing.writing`.
     """
-    team = Team.of(plan)
-    if not team.leads:
-        _follow(plan, TrainingTexts.read(plan), team)
-        return Healing(plan, team.agreed(None))
+    join(plan)
+    if not is_first():
+        _follow(plan, TrainingTexts.read(plan))
+        return Healing(plan, agreed(None))
     settings, models = EvaluationSettings(contexts=(plan.context,), device=plan.device), [plan.teacher, plan.converted]
     held_out = prepare(models, evaluate_on, settings)[1] if evaluate_on else None
     texts = TrainingTexts.read(plan)
@@ -135,14 +134,14 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         warn_of_overlap(held_out, filter(None, texts.parts), "training")
     with writing("healing", plan.output, models, _inputs(plan, texts)) as work:
         if work.provenance:
-            team.agreed(None)
-            return Healing(plan, team.agreed(work.provenance))
-        provenance = _made(plan, texts, team, work, progress)
+            agreed(None)
+            return Healing(plan, agreed(work.provenance))
+        provenance = _made(plan, texts, work, progress)
         if evaluate_on:
             named = {"source": plan.teacher, "converted": plan.converted}
             provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
         work.complete(provenance, card(plan, provenance))
-    return Healing(plan, team.agreed(work.provenance))
+    return Healing(plan, agreed(work.provenance))
 
 
 def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
@@ -162,11 +161,11 @@ def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
     }
 
 
-def _made(plan: HealPlan, texts: TrainingTexts, team: Team, work: Work, progress: Progress) -> dict[str, Any]:
+def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) -> dict[str, Any]:
     """Write the healed checkpoint into the work directory, all but its provenance, which is returned, and its card."""
     reader = Reader(plan.converted.files)
     if any(work.training.iterdir()):
-        work.keep()  # states of an earlier run outlive whatever fails in this one
+        work.keep()  # checkpoints of an earlier run outlive whatever fails in this one
     there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
     for note in plan.notes:
@@ -175,19 +174,16 @@ def _made(plan: HealPlan, texts: TrainingTexts, team: Team, work: Work, progress
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = _written(plan, texts, work, progress)
     _say_what_judges(plan, text)
-    _say_memory(plan, team)
+    _say_memory(plan)
 
     def kept(progressed: Progressed) -> None:
         work.keep()
         lines = [json.dumps(asdict(point)) + "\n" for point in progressed.curve]
         write_whole(work.path / _CURVE, "".join(lines).encode())
 
-    tracking = tracked(team.accelerator, plan.options.track, plan.recipe()["heal"])
-    with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY), tracking:
-        if plan.options.teacher_cache is not None:
-            TeacherCache.of(plan, plan.options.teacher_cache, text, team)  # before the others look for it
-        team.agreed(work.training)
-        outcome, where = train(plan, text, reader, team, work.training, progress, kept)
+    with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY):
+        agreed(work.training)
+        outcome, where = train(plan, text, reader, work.training, progress, kept)
         kept(outcome.progressed)  # also of a run that took no step
     for _ in write_files(work.path, reader, outcome.weights, where, progress):
         pass
@@ -235,8 +231,8 @@ def _say_what_judges(plan: HealPlan, text: TrainingText) -> None:
         )  # fmt: skip
 
 
-def _say_memory(plan: HealPlan, team: Team) -> None:
-    device, parts = compute_device(plan.device), team.accelerator.num_processes if team.shards else 1
+def _say_memory(plan: HealPlan) -> None:
+    device, parts = compute_device(plan.device), launched_count() if shards() else 1
     needed, free = sum(expected(plan, parts).values()), free_memory(device)
     _log.info("takes about %.1f GB of memory on %s", needed / 1e9, device)
     if needed > free:
@@ -246,12 +242,12 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
         )  # fmt: skip
 
 
-def _follow(plan: HealPlan, texts: TrainingTexts, team: Team) -> None:
-    """The part of the other processes: the first one says where states are, or None if there is nothing to train."""
+def _follow(plan: HealPlan, texts: TrainingTexts) -> None:
+    """The part of the other processes: the first one says where checkpoints are, or None if there is nothing to train."""
     text = texts.known
-    if (states := team.agreed(None)) is None:
+    if (checkpoints := agreed(None)) is None:
         return
     if rows := texts.rows_to_write:  # the first process has written them
         file = partial_path(plan.output.path) / CHECKPOINT / OWN_TEXT
         text = texts.with_own(written_before(plan.teacher, file, rows, plan.context))
-    train(plan, text, Reader(plan.converted.files), team, states, silent)
+    train(plan, text, Reader(plan.converted.files), checkpoints, silent)

@@ -6,17 +6,15 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from attention.errors import Refusal
-from convert.healing.models import distillation_of, running, student_of
+from convert.healing.models import distillation_of, student_of, teacher_of
 from convert.healing.plan import HealPlan
 from convert.healing.student import trained
-from convert.healing.team import computes_in
 from convert.healing.texts import TrainingTexts
-from convert.healing.training import Distillation
+from convert.healing.trainer import Distillation
 from convert.launch import launched_count
 from convert.output.destination import Output, begun, read_provenance
 from eval.machine.clock import timed
@@ -65,10 +63,9 @@ def tokens_within(seconds: float, sized: Callable[[int], HealPlan], progress: Pr
 
 @contextmanager
 def _opened(plan: HealPlan) -> Iterator[Distillation]:
-    """Both models in memory, even if the plan keeps what the teacher says on disk."""
-    device = str(compute_device(plan.device))
+    """Both models in memory."""
     room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
-    with room, running(plan, device) as teacher, student_of(plan, device) as student:
+    with room, teacher_of(plan) as teacher, student_of(plan) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         yield distillation_of(plan, student, teacher, names)[0]
 
@@ -77,18 +74,13 @@ def _paces(plan: HealPlan, module: Distillation) -> tuple[float, float]:
     """The seconds of a token in a step, but for the optimiser's part, and in a measurement."""
     device = compute_device(plan.device)
     ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
-    indices = torch.arange(plan.micro_batch)
-
-    def forward(measured: int | None = None) -> Any:
-        with torch.autocast(device.type, torch.bfloat16, enabled=computes_in(plan) is torch.bfloat16):
-            return module(ids, indices, measured)
 
     def step() -> None:
-        forward().backward()
+        module(ids).backward()
 
     def measure() -> None:
         with torch.no_grad():
-            forward(plan.micro_batch)
+            module(ids, measures=True)
 
     _, *steps = timed(device, step, module.zero_grad, 1 + _STEPS)  # the first one is slower
     _, *measurements = timed(device, measure, module.zero_grad, 1 + _STEPS)

@@ -180,22 +180,17 @@ def prepared(kind: str, root: Path) -> Work:
     tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
     save_tokenizer(Path("source"))
     Path("text.txt").write_text(TEXT)
-    if kind in ("state", "cache", "provenance"):
+    if kind in ("state", "provenance"):
         done("mqa", "source", "mqa", "--method", "mean", "-q")
     heal = ("heal", "mqa", "out", "--teacher", "source", "--text", "text.txt", *HEALING)
     mqa = ("mqa", "source", "out", "--text", "text.txt", "--text", "self", "--heal", "256", *CALIBRATION)
     sweep = ("sweep", "source", "out", "--groups", "2,1", "--methods", "mean", "--no-text", "--evaluate", "text.txt", *MEASURED)
-    cached = (*heal, "--top-k", "8", "--teacher-cache", "said")
     if kind == "state":
-        stopped("convert.healing.training.Trainer.step", 5, *heal)
+        stopped("convert.healing.trainer.HealingTrainer.compute_loss", 5, *heal)
         return Work(root, everything("out.partial"), (*heal, "--resume"), "out")
     if kind == "conversion":
-        stopped("convert.healing.training.Trainer.step", 3, *mqa)
+        stopped("convert.healing.trainer.HealingTrainer.compute_loss", 3, *mqa)
         return Work(root, everything("out.partial"), (*mqa, "--resume"), "out")
-    if kind == "cache":
-        done(*cached)
-        shutil.rmtree("out")
-        return Work(root, everything("said"), cached, "out")
     if kind == "sweep":
         done(*sweep)
         shutil.rmtree("out/report")
@@ -214,7 +209,7 @@ def prepared(kind: str, root: Path) -> Work:
     return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
 
 
-KINDS = ("state", "conversion", "cache", "sweep", "gguf", "recipe", "provenance")
+KINDS = ("state", "conversion", "sweep", "gguf", "recipe", "provenance")
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import stopping
 from accelerate.state import AcceleratorState, DistributedType
 
 from convert.healing.sharded import part, whole
-from convert.healing.training import Schedule, Trainer
+from convert.healing.trainer import HealingTrainer
 
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-_begin = AcceleratorState.__init__
+_begin, _loss = AcceleratorState.__init__, HealingTrainer.compute_loss
 
 
 def _sharded(state: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
@@ -21,15 +21,12 @@ def _sharded(state: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **opt
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
 
-_step = Trainer.step
-
-
-def _sharding(trainer: Trainer, step: int, schedule: Schedule) -> float:
+def _sharding(trainer: HealingTrainer, *given: Any, **named: Any) -> Any:
     assert all(
         2 * part(weight).numel() == whole(weight).numel() for weight in trainer.weights().values() if len(weight) % 2 == 0
     )
-    return _step(trainer, step, schedule)
+    return _loss(trainer, *given, **named)
 
 
-AcceleratorState.__init__, Trainer.step = _sharded, _sharding
+AcceleratorState.__init__, HealingTrainer.compute_loss = _sharded, _sharding
 stopping.main()

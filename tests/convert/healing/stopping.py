@@ -9,16 +9,16 @@ from typing import Any
 
 from convert.command import cli
 from convert.healing import run
-from convert.healing.training import Trainer
+from convert.healing.trainer import HealingTrainer
 
 
 def main() -> None:
-    step, execute = Trainer.step, run.execute
+    compute_loss, execute = HealingTrainer.compute_loss, run.execute
 
-    def stopping(trainer: Trainer, at: int, schedule: Any) -> float:
-        if at == int(os.environ.get("STOP_AT", "-1")):
+    def stopping(trainer: HealingTrainer, *given: Any, **named: Any) -> Any:
+        if trainer.state.global_step == int(os.environ.get("STOP_AT", "-1")):
             raise KeyboardInterrupt
-        return step(trainer, at, schedule)
+        return compute_loss(trainer, *given, **named)
 
     def saying(*given: Any) -> run.Healing:
         healing = execute(*given)
@@ -26,7 +26,7 @@ def main() -> None:
         return healing
 
     run.execute = saying
-    Trainer.step = stopping  # type: ignore[method-assign]
+    HealingTrainer.compute_loss = stopping  # type: ignore[method-assign]
     cli.main(prog_name="convert")
 
 

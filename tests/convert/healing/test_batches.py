@@ -54,16 +54,13 @@ def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
     text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
     assert len(text.parts[0].indices) == 10
-    steps = [text.batch(step, 3, seed=5).tolist() for step in range(10)]  # 30 blocks: three passes
-    order = [index for step in steps for index in step]
+    order = text.order(30, seed=5).tolist()  # three passes
     passes = [order[start : start + 10] for start in (0, 10, 20)]
     assert all(sorted(one) == text.parts[0].indices.tolist() for one in passes)
     assert passes[0] != passes[1] != passes[2]
-    assert text.batch(3, 3, seed=5).tolist() == steps[3]
-    assert text.batch(3, 3, seed=6).tolist() != steps[3]
+    assert text.order(12, seed=5).tolist() == order[:12]
+    assert text.order(30, seed=6).tolist() != order
     assert text.passes(10, 3) == 3
-    seen = sorted({*steps[0], *steps[1], *text.held_out.tolist()})
-    assert text.seen(2, 3, seed=5).tolist() == seen
 
 
 @settings(max_examples=50, deadline=None)
@@ -82,7 +79,7 @@ def test_several_texts_are_cut_and_held_out_apart() -> None:
     assert text.tokens.name == "a text and another"
     assert text.blocks.shape == (15, 4)
     assert [len(part.indices) for part in text.parts] == [10, 3]
-    drawn = torch.cat([text.batch(step, 2, seed=5) for step in range(20)])
+    drawn = text.order(40, seed=5)
     of_second = drawn[text.blocks[drawn, 0] >= 1000]
     assert len(of_second) == 30, "three of four"
     assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].indices.tolist() for i in range(0, 30, 3))

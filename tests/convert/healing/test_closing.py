@@ -15,10 +15,9 @@ from written import same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import gqa, heal, mla, mqa, sweep
-from convert.healing import closing
+from convert.healing import closing, loop, models
 from convert.healing.batches import TrainingText
-from convert.healing.states import States
-from convert.healing.training import Trainer
+from convert.healing.trainer import HealingTrainer
 from eval.inputs.text import Tokens
 
 Make = Callable[..., Path]
@@ -124,11 +123,11 @@ def test_a_run_that_was_stopped_resumes_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(closing, "write_files", files)
         if at == "trained":
-            patch.setattr("convert.healing.training.Trainer.step", after(7, Trainer.step))
+            patch.setattr(HealingTrainer, "compute_loss", after(7, HealingTrainer.compute_loss))
         if at == "damaged":
             patch.setattr("convert.converting.checked", stop)
         if at == "kept":
-            patch.setattr(States, "save", after(3, States.save))
+            patch.setattr(loop, "_seal", after(3, loop._seal))
         with pytest.raises(Interrupted):
             mqa(source, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
@@ -152,7 +151,7 @@ def test_a_result_that_does_not_train_can_be_published_as_it_is(
         raise Failure("the loss is nan")
 
     with monkeypatch.context() as patch:
-        patch.setattr(closing, "train", failing)
+        patch.setattr(models, "train", failing)
         with pytest.raises(Failure, match="the conversion is done, its healing failed: the loss is nan") as failure:
             mqa(source, tmp_path / "out", text=text, heal=1024, **SIZES)
     assert failure.value.hint is not None

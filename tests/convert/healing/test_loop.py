@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convert.healing.loop import _stale
-from convert.healing.states import Progressed
-from convert.healing.training import Point
+from convert.healing.loop import Point, Progressed
 
 
 @pytest.mark.parametrize(
@@ -22,4 +20,4 @@ from convert.healing.training import Point
 )
 def test_four_points_that_are_no_better_end_it(found: list[float], stale: bool) -> None:
     curve = [Point(step, step, 0.1, None, kl, kl) for step, kl in enumerate(found)]
-    assert _stale(Progressed(0.1, {}, curve)) == stale
+    assert Progressed(0.1, {}, curve).is_stale == stale

@@ -1,14 +1,12 @@
-"""The loss in chunks: the value, its gradients, and what the largest probabilities leave."""
+"""The loss in chunks: the value and its gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from convert.healing import loss as module
-from convert.healing.loss import Prediction, chunks, distance, measured
+from convert.healing.loss import chunks, distance, distances, measured
 
 VOCABULARY = 11
 
@@ -41,7 +39,7 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(ce: float) -> None:
     found = distance(
         hidden,
         lambda h: h @ weight.T,
-        lambda chunk: Prediction.of(teacher[chunk], targets[chunk]),
+        lambda chunk: teacher[chunk],
         targets,
         VOCABULARY,
         ce,
@@ -63,35 +61,20 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
     def loss(h: torch.Tensor) -> torch.Tensor:
         targets = torch.arange(7)
-        return distance(
-            h, lambda x: x @ weight.T, lambda chunk: Prediction.of(teacher[chunk], targets[chunk]), targets, VOCABULARY, 0.3, []
-        )
+        return distance(h, lambda x: x @ weight.T, lambda chunk: teacher[chunk], targets, VOCABULARY, 0.3, [])
 
     assert torch.autograd.gradcheck(loss, (hidden,))
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, VOCABULARY), st.integers(0, 100))
-def test_the_largest_probabilities_give_at_most_the_kl(k: int, seed: int) -> None:
-    teacher, student = logits(seed).log_softmax(-1), logits(seed + 1).log_softmax(-1)
-    some, all_ = (Prediction.of(teacher, torch.arange(7), number).distances(student) for number in (k, None))
-    assert bool((some <= all_ + 1e-9).all())
-    assert bool((some >= -1e-9).all())
-    if k >= VOCABULARY - 1:  # nothing is merged
-        torch.testing.assert_close(some, all_, rtol=1e-6, atol=1e-9)
-
-
 def test_a_model_is_at_no_distance_from_itself() -> None:
-    same, targets = logits(0).log_softmax(-1), torch.arange(7)
-    assert float(Prediction.of(same, targets).distances(same).abs().max()) < 1e-12
-    assert float(Prediction.of(same, targets, 4).distances(same).abs().max()) < 1e-12
+    same = logits(0).log_softmax(-1)
+    assert float(distances(same, same).abs().max()) < 1e-12
 
 
-def test_sums_are_of_both_models() -> None:
+def test_tokens_are_measured_in_both_models() -> None:
     teacher, student, targets = logits(0), logits(1), torch.arange(7)
-    sums = measured(student, lambda h: h, lambda chunk: Prediction.of(teacher[chunk], targets[chunk]), targets, VOCABULARY)
-    assert sums.tokens == 7
-    assert sums.kl == pytest.approx(float(whole(student, teacher)))
-    for found, model in ((sums.student, student), (sums.teacher, teacher)):
-        assert found == pytest.approx(float(torch.nn.functional.cross_entropy(model, targets, reduction="sum")))
-    assert sums.plus(sums).tokens == 14
+    found = measured(student, lambda h: h, lambda chunk: teacher[chunk], targets, VOCABULARY)
+    assert float(found[:, 0].sum()) == pytest.approx(float(whole(student, teacher)))
+    for losses, model in ((found[:, 1], student), (found[:, 2], teacher)):
+        expected = torch.nn.functional.cross_entropy(model, targets, reduction="none").double()
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)

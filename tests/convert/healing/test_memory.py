@@ -62,7 +62,6 @@ def test_weights_count_by_what_is_kept_of_them(plan: HealPlan) -> None:
     assert expected(plan, 2)["training"] == 10 * attention
     thin = expected(replace(plan, options=replace(plan.options, lora_rank=2)))["training"]
     assert 0 < thin < found["training"] / 4
-    assert expected(replace(plan, options=replace(plan.options, teacher_cache=Path("said"))))["teacher"] == 0
     assert found["teacher"] == 4 * sum(p.numel() for p in empty_model(plan.teacher.config).parameters())
 
 

@@ -13,13 +13,15 @@ import torch
 from rows import rows
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
+from transformers import TrainerCallback, integrations
+from transformers.integrations import integration_utils
 
 from attention import load
-from attention.errors import Interrupted, Refusal
+from attention.errors import Failure, Interrupted, Refusal
 from attention.models import AUTO_MAP, CODE, unlike_ours
 from convert import heal, mla, mqa
 from convert.healing.plan import start_rate
-from convert.healing.training import Trainer
+from convert.healing.trainer import Distillation, HealingTrainer, share
 from eval import evaluate
 from eval.report.quality import _remarks
 
@@ -195,10 +197,7 @@ def test_what_loses_nothing_stays_bit_for_bit(
 
 def uphill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step go up its gradient: a training that gains nothing, whatever its weights are."""
-    from convert.healing.training import Schedule
-
-    share = Schedule.share
-    monkeypatch.setattr(Schedule, "share", lambda self, step: -share(self, step))
+    monkeypatch.setattr("convert.healing.trainer.share", lambda step, steps: -share(step, steps))
 
 
 def test_what_gains_nothing_stays_bit_for_bit(
@@ -216,22 +215,21 @@ def test_what_gains_nothing_stays_bit_for_bit(
 
 def stopping(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
     """Raise an error before this step is taken, once."""
-    taken = Trainer.step
+    taken = HealingTrainer.compute_loss
 
-    def stopped(self: Trainer, at: int, schedule: Any) -> float:
-        if at == step:
-            monkeypatch.setattr(Trainer, "step", taken)
+    def stopped(self: HealingTrainer, *given: Any, **named: Any) -> Any:
+        if self.state.global_step == step:
+            monkeypatch.setattr(HealingTrainer, "compute_loss", taken)
             raise error
-        return taken(self, at, schedule)
+        return taken(self, *given, **named)
 
-    monkeypatch.setattr(Trainer, "step", stopped)
+    monkeypatch.setattr(HealingTrainer, "compute_loss", stopped)
 
 
 @pytest.mark.parametrize("step", rows([1, 7, 19], [7]))
 def test_a_stopped_run_ends_as_one_that_was_not(
     step: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, step, KeyboardInterrupt())
     with pytest.raises(Interrupted, match="interrupted"):
@@ -243,62 +241,46 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert not (tmp_path / "out.partial").exists()
 
 
-def flipped(state: Path) -> None:
-    data = bytearray((state / "trained.pt").read_bytes())
+def flipped(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (state / "trained.pt").write_bytes(data)
+    (checkpoint / "model.safetensors").write_bytes(data)
 
 
-def cut_to_a_row(state: Path) -> None:
-    found = torch.load(state / "trained.pt", weights_only=True)
-    name = next(name for name, weight in found["weights"].items() if weight.ndim > 1)
-    found["weights"][name] = found["weights"][name][:1]
-    torch.save(found, state / "trained.pt")
+def cut_to_a_row(checkpoint: Path) -> None:
+    found = load_file(checkpoint / "model.safetensors")
+    name = next(name for name, weight in found.items() if weight.ndim > 1)
+    save_file(found | {name: found[name][:1].clone()}, checkpoint / "model.safetensors")
 
 
-def progressed(**changes: Any) -> Callable[[Path], None]:
-    def change(state: Path) -> None:
-        found = json.loads((state / "progress.json").read_text())
-        found["noted"]["progress"] |= changes
-        (state / "progress.json").write_text(json.dumps(found))
-
-    return change
-
-
-def other_best_weights(state: Path) -> None:
-    file = sorted(state.parent.glob("best-*.safetensors"))[-1]
-    save_file({name: weight + 1 for name, weight in load_file(file).items()}, file)
+def progressed(checkpoint: Path) -> None:
+    found = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(json.dumps(found | {"global_step": 10**9}))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": flipped,
     "a tensor cut to its first row": cut_to_a_row,
-    "no weights": lambda state: (state / "trained.pt").unlink(),
-    "step -5": progressed(step=-5),
-    "step 1e9": progressed(step=10**9),
-    "a word for a number": progressed(rate="high"),
-    "no curve": progressed(curve=[]),
-    "no JSON": lambda state: (state / "progress.json").write_text("{"),
-    "other best weights": other_best_weights,
-    "no best weights": lambda state: [file.unlink() for file in state.parent.glob("best-*")],
+    "no optimizer": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
+    "another step": progressed,
+    "no JSON": lambda checkpoint: (checkpoint / "sealed.json").write_text("{"),
 }
 
 
-def test_a_damaged_state_does_not_count(
+def test_a_damaged_checkpoint_does_not_count(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, 7, KeyboardInterrupt())
     with pytest.raises(Interrupted):
         heal(converted, tmp_path / "out", text=text, **SIZES)
     shutil.copytree(tmp_path / "out.partial", tmp_path / "stopped")
     for damage, damaged in DAMAGES.items():
-        (state,) = (tmp_path / "out.partial" / "training").glob("state-*")
-        damaged(state)
+        (checkpoint,) = (tmp_path / "out.partial" / "training").glob("checkpoint-*")  # its point is the best
+        damaged(checkpoint)
         before = len(warned())
         done = heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
-        assert any(f"{state} is damaged" in line for line in warned()[before:]), damage
+        assert any(f"{checkpoint} is damaged" in line for line in warned()[before:]), damage
         assert done.curve == whole.curve, damage
         assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
         shutil.rmtree(tmp_path / "out")
@@ -317,29 +299,24 @@ def test_a_finished_run_is_not_done_again(
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_best(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure
-    from convert.healing.training import Distillation
-
     run, calls = Distillation.forward, [0]
 
-    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        calls[0] += measured_blocks is None
-        found = run(self, ids, indices, measured_blocks)
-        return found * torch.nan if calls[0] > 5 and measured_blocks is None else found
+    def broken(self: Any, ids: torch.Tensor, measures: bool = False) -> Any:
+        calls[0] += not measures
+        found = run(self, ids, measures)
+        return found * torch.nan if calls[0] > 5 and not measures else found
 
     monkeypatch.setattr(Distillation, "forward", broken)
-    with pytest.raises(Failure, match="the loss is nan at step 6") as error:
+    with pytest.raises(Failure, match="the norm of the gradients is nan at step 6") as error:
         heal(converted, tmp_path / "out", text=text, **SIZES)
     assert "--lr" in str(error.value.hint)
     assert not (tmp_path / "out").exists()
-    assert list((tmp_path / "out.partial" / "training").glob("best-*.safetensors"))
+    assert list((tmp_path / "out.partial" / "training").glob("checkpoint-*/model.safetensors"))
 
 
 def test_without_memory_it_says_what_takes_less_and_goes_on(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure
-
     stopping(monkeypatch, 5, torch.OutOfMemoryError("out of memory"))
     with pytest.raises(Failure, match="no memory left on cpu") as error:
         heal(converted, tmp_path / "out", text=text, **SIZES)
@@ -351,8 +328,6 @@ def test_without_memory_it_says_what_takes_less_and_goes_on(
 def test_a_full_disk_leaves_what_can_be_resumed(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure
-
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     save, calls = torch.save, [0]
 
@@ -406,8 +381,8 @@ def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Pat
     assert done.provenance["healing"]["rate"] == pytest.approx(start_rate(done.curve[0]["loss_nats"], 64))
 
 
-def test_the_largest_probabilities_alone_help_too(converted: Path, text: Path, tmp_path: Path) -> None:
-    done = heal(converted, tmp_path / "out", text=text, top_k=8, ce=0.1, **SIZES)
+def test_the_text_itself_helps_too(converted: Path, text: Path, tmp_path: Path) -> None:
+    done = heal(converted, tmp_path / "out", text=text, ce=0.1, **SIZES)
     assert done.provenance["healing"]["after"]["kl"] < done.provenance["healing"]["before"]["kl"]
 
 
@@ -466,53 +441,37 @@ def test_the_curve_is_beside_the_weights(converted: Path, text: Path, tmp_path: 
 
 
 def test_a_tracker_gets_the_curve(converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import tracking
+    found: list[tuple[int, dict[str, float]]] = []
 
-    found: dict[str, Any] = {"logged": []}
+    class Tracker(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **named: Any) -> None:
+            found.append((state.global_step, dict(logs)))
 
-    class Tracker(tracking.GeneralTracker):  # type: ignore[misc]
-        name, requires_logging_directory = "wandb", True
-
-        def __init__(self, project: str, directory: Path) -> None:
-            super().__init__()
-            found["where"] = (project, directory)
-
-        def start(self) -> None: ...
-
-        @property
-        def tracker(self) -> Any:
-            return self
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            found["config"] = values
-
-        def log(self, values: dict[str, float], step: int | None = None, **options: Any) -> None:
-            found["logged"].append((step, values))
-
-        def finish(self) -> None:
-            found["finished"] = True
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
-    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.WANDB])
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", lambda: ["wandb"])
     done = heal(converted, tmp_path / "out", text=text, track="wandb", **SIZES)
-    assert found["where"] == ("kvfold", tmp_path / "out.logs")
-    assert found["config"]["tokens"] == 1280
-    assert found["finished"]
-    curve = [(step, values["held_out/kl"]) for step, values in found["logged"] if "held_out/kl" in values]
-    assert curve == [(point["tokens"], point["kl"]) for point in done.curve]
-    assert sum("train/loss" in values for _, values in found["logged"]) == 20
+    assert [(step, logs["eval_kl"]) for step, logs in found if "eval_kl" in logs] == [
+        (point["step"], point["kl"]) for point in done.curve[1:]
+    ]
+    assert sum("loss" in logs for _, logs in found) == 20
 
 
-def test_trackers_that_are_not_there_are_refused_first(
+def test_trackers_that_do_not_start_are_named(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate import tracking
+    class Tracker(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *given: Any, **named: Any) -> None:
+            raise ValueError("no key")
 
-    monkeypatch.setattr(tracking, "_available_trackers", [])
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", list)
     with pytest.raises(Refusal, match="the package of the tracker wandb is not installed"):
         heal(converted, tmp_path / "out", text=text, track="wandb", dry_run=True, **SIZES)
-    with pytest.raises(Refusal, match="accelerate knows no tracker 'pencil'"):
+    with pytest.raises(Refusal, match="transformers knows no tracker 'pencil'"):
         heal(converted, tmp_path / "out", text=text, track="pencil", dry_run=True, **SIZES)
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", lambda: ["wandb"])
+    with pytest.raises(Failure, match="the tracker wandb does not start: ValueError: no key"):
+        heal(converted, tmp_path / "out", text=text, track="wandb", **SIZES)
 
 
 def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path, tmp_path: Path) -> None:
@@ -525,11 +484,9 @@ def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path
         assert found[0] == found[1], path.name
 
 
-def test_states_outlive_a_resumed_run_that_fails(
+def test_checkpoints_outlive_a_resumed_run_that_fails(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure
-
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     stopping(monkeypatch, 7, KeyboardInterrupt())
     with pytest.raises(Interrupted):
@@ -545,19 +502,17 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two largest of three rates give no finite loss; the gradients of these steps must not get into others."""
-    from convert.healing.training import Distillation, Schedule
+    forward, run, rates = Distillation.forward, HealingTrainer.run, [0.0]
 
-    run, share, rate = Distillation.forward, Schedule.share, [0.0]
+    def noted(self: HealingTrainer, steps: int, rate: float, *given: Any) -> None:
+        rates.append(rate)
+        run(self, steps, rate, *given)
 
-    def noted(self: Schedule, step: int) -> float:
-        rate[0] = self.rate
-        return share(self, step)
+    def broken(self: Any, ids: torch.Tensor, measures: bool = False) -> Any:
+        found = forward(self, ids, measures)
+        return found * torch.nan if not measures and rates[-1] > 2e-4 else found
 
-    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        found = run(self, ids, indices, measured_blocks)
-        return found * torch.nan if measured_blocks is None and rate[0] > 2e-4 else found
-
-    monkeypatch.setattr(Schedule, "share", noted)
+    monkeypatch.setattr(HealingTrainer, "run", noted)
     monkeypatch.setattr(Distillation, "forward", broken)
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
     done = heal(converted, tmp_path / "out", text=text, **TRIED)
@@ -570,7 +525,6 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
 def test_a_run_that_stopped_early_stays_so_when_resumed(
     checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.errors import Failure
     from convert.output import evaluation
 
     uphill(monkeypatch)
@@ -649,7 +603,6 @@ class TestRefusals:
             ({"effort": "all", "tokens": None}, "no effort 'all'"),
             ({"train": "everything"}, "nothing trains 'everything'"),
             ({"lr": "fast"}, "invalid learning rate 'fast'"),
-            ({"top_k": VOCABULARY + 1}, f"more than the {VOCABULARY} tokens"),
         ):
             with pytest.raises(ValueError, match=says):
                 heal(converted, tmp_path / "out", **(SIZES | {"text": text} | changes))

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from attention.errors import Refusal
 from convert import Healing, heal, mla, mqa
-from convert.healing import team
-from convert.healing.team import fsdp_plugin
+from convert.healing import models, team
+from convert.healing.team import join, shards
 
 OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "device": "cpu"}
 SCRIPTS = {"ddp": "stopping.py", "fsdp": "fsdp_on_cpu.py"}
+PLAN: Any = SimpleNamespace(device="cpu")
 Make = Callable[..., Path]
 
 
@@ -47,13 +48,13 @@ def assert_same(launched: Done, two: Path, one: Healing) -> None:
 
 @pytest.mark.launch
 def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    """One writes a part of the text, both fill the teacher's cache, and LoRA trains."""
+    """One writes a part of the text, and LoRA trains."""
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    given: tuple[Any, ...] = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
-    given += ("--text", text, "--text", "self", "--text-shares", "3,1", "--teacher-cache", tmp_path / "said")
+    given: tuple[Any, ...] = ("--lr", "3e-3", "--train", "lora")
+    given += ("--text", text, "--text", "self", "--text-shares", "3,1")
     launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", *given)
     assert launched.stderr.count("info: step 20:") == 1
-    one = heal(tmp_path / "mqa", tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", top_k=16, **OPTIONS)
+    one = heal(tmp_path / "mqa", tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", **OPTIONS)
     assert_same(launched, tmp_path / "two", one)
 
 
@@ -99,21 +100,20 @@ def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             for name, value in prepare_multi_gpu_env(read).items():
                 patch.setenv(name, value)
-            plugin = fsdp_plugin()
-        kind = plugin and (plugin.fsdp_version, plugin.cpu_ram_efficient_loading)
-        found.append((kind, read.num_processes, read.num_machines))
-    assert found == [((2, False), 8, 1), ((2, False), 16, 2), (None, 1, 1)]
+            join(PLAN)
+            found.append((shards(), read.num_processes, read.num_machines))
+    assert found == [(True, 8, 1), (True, 16, 2), (False, 1, 1)]
 
 
 def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(Refusal, match="healing does not support FSDP 1"):
-        fsdp_plugin()
+        join(PLAN)
     monkeypatch.setenv("FSDP_VERSION", "2")
     for setting in ("fsdp_activation_checkpointing", "fsdp_offload_params"):
         monkeypatch.setenv(setting.upper(), "true")
         with pytest.raises(Refusal, match=f"healing does not support {setting}"):
-            fsdp_plugin()
+            join(PLAN)
         monkeypatch.delenv(setting.upper())
 
 
@@ -146,7 +146,7 @@ def test_passes_in_bfloat16_heal_as_those_in_fp32_do(
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
     curves = []
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(team, "computes_in", lambda plan, dtype=dtype: dtype)
+        monkeypatch.setattr(models, "computes_in", lambda plan, dtype=dtype: dtype)
         found = heal(tmp_path / "mqa", tmp_path / str(dtype), text=text, lr=1e-3, **OPTIONS)
         curves.append([point["kl"] for point in found.curve])
         assert {weight.dtype for weight in load_file(tmp_path / str(dtype) / "model.safetensors").values()} == {torch.float32}

@@ -113,29 +113,6 @@ def test_padding_of_a_latent_stays(checkpoint: Make, text: Path, tmp_path: Path)
     assert not torch.equal(after[name], before[name])
 
 
-def test_a_stopped_run_ends_as_one_that_was_not(
-    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from attention.errors import Interrupted
-    from convert.healing.training import Trainer
-
-    path = converted("llama", checkpoint, tmp_path / "mqa")
-    heal(path, tmp_path / "whole", text=text, **SIZES)
-    run = Trainer.step
-
-    def stopping(self: Trainer, step: int, schedule: Any) -> float:
-        if step == 7:
-            raise KeyboardInterrupt
-        return run(self, step, schedule)
-
-    monkeypatch.setattr(Trainer, "step", stopping)
-    with pytest.raises(Interrupted):
-        heal(path, tmp_path / "out", text=text, **SIZES)
-    monkeypatch.undo()
-    heal(path, tmp_path / "out", text=text, resume=True, **SIZES)
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
-
-
 def test_what_it_needs_is_named(checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = converted("llama", checkpoint, tmp_path / "mqa")
     with pytest.raises(Refusal, match="--lora-rank 4 is for --train lora, not all"):
