@@ -79,8 +79,8 @@ class Progressed:
 
         The first point does not count: a high rate loses at first, and gains more than that later.
         """
-        found = [point.kl for point in self.curve[1:]]
-        return bool(found) and len(found) - 1 - found.index(min(found)) >= _PATIENCE
+        distances = [point.kl for point in self.curve[1:]]
+        return bool(distances) and len(distances) - 1 - distances.index(min(distances)) >= _PATIENCE
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def _checkpoint(trainer: HealingTrainer, step: int) -> Path:
 
 def _point(trainer: HealingTrainer, point: Point) -> Point:
     """The point, once it is told."""
-    found = f"KL {point.kl:.4f}, {point.loss_nats:+.4f} nats over the teacher on held-out blocks"
-    _tell(trainer, logging.INFO, f"step {point.step}: {found}")
+    measured = f"KL {point.kl:.4f}, {point.loss_nats:+.4f} nats over the teacher on held-out blocks"
+    _tell(trainer, logging.INFO, f"step {point.step}: {measured}")
     return point
 
 

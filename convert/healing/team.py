@@ -34,7 +34,7 @@ def join(plan: HealPlan) -> None:
     """Meet the other processes, if there are any.
 
     Raises:
-        Refusal: They were launched in a way that healing does not support.
+        Refusal: They cannot share its steps, or were launched in a way that healing does not support.
     """
     if _asks_for("ACCELERATE_USE_DEEPSPEED"):
         raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which divides weights, too")
@@ -46,9 +46,14 @@ def join(plan: HealPlan) -> None:
                 raise Refusal(f"healing does not support {setting} of accelerate's config", hint=hint)
         # Constants of latents are found in their values, so every process has to read the weights.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if launched_count() > 1:
+    if (count := launched_count()) > 1:
         from accelerate import PartialState
 
+        if plan.batch % count:
+            raise Refusal(
+                f"{count} processes cannot share steps of {plan.batch} blocks of {plan.context} tokens",
+                hint=f"give --batch-tokens {count * plan.context} or a multiple of it",
+            )
         PartialState(cpu=compute_device(plan.device).type == "cpu", timeout=_PATIENCE)
 
 

@@ -165,8 +165,8 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         Raises:
             NotFinite: They are not finite.
         """
-        found = self.evaluate(metric_key_prefix="measured")
-        return found["measured_kl"], found["measured_loss_nats"]
+        metrics = self.evaluate(metric_key_prefix="measured")
+        return metrics["measured_kl"], metrics["measured_loss_nats"]
 
     # ---- what the Trainer asks for -------------------------------------------------------------------------------------
 
@@ -186,8 +186,8 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Nothing for a loss; `[B, 3]` from `Distillation` for predictions, and for labels, without which nothing counts."""
         with torch.no_grad():
-            found = model(**self._prepare_inputs(inputs), measures=True)
-        return None, found, found
+            means = model(**self._prepare_inputs(inputs), measures=True)
+        return None, means, means
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         """Linear warm-up, then half a cosine down to zero; a resumed run goes on in it."""
@@ -254,28 +254,28 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         states = self.optimizer.optimizer.state_dict()["state"]
-        found = {index: self._whole(values) for index, values in states.items()}
+        whole_states = {index: self._whole(values) for index, values in states.items()}
         if self.args.should_save:
-            torch.save(found, Path(output_dir, OPTIMIZER))
+            torch.save(whole_states, Path(output_dir, OPTIMIZER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer = self.optimizer.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = torch.load(Path(str(checkpoint), OPTIMIZER), map_location="cpu", weights_only=True)
-        found = {
+        parts = {
             index: {name: like(value, parameters[index]) if value.ndim else value for name, value in values.items()}
             for index, values in states.items()
         }
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": found})
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": parts})
 
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Whole tensors in main memory; none in processes that do not write."""
-        found = {}
+        kept = {}
         for name, tensor in tensors.items():
             gathered = whole(tensor)
             if self.args.should_save:
-                found[name] = gathered.cpu()
-        return found
+                kept[name] = gathered.cpu()
+        return kept
 
 
 class _Arguments(TrainingArguments):  # type: ignore[misc]
@@ -283,8 +283,8 @@ class _Arguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = super().device
-        return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" else found
+        device: torch.device = super().device
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
     @property
     def n_gpu(self) -> int:
@@ -294,7 +294,7 @@ class _Arguments(TrainingArguments):  # type: ignore[misc]
 def _arguments(plan: HealPlan, directory: Path) -> _Arguments:
     """The Trainer's arguments. Points of the curve, and with them logs and checkpoints, are asked for by callbacks."""
     device = compute_device(plan.device)
-    found = _Arguments(
+    arguments = _Arguments(
         output_dir=str(directory),
         run_name=plan.output.path.name,
         use_cpu=device.type == "cpu",
@@ -318,21 +318,16 @@ def _arguments(plan: HealPlan, directory: Path) -> _Arguments:
         # FSDP would keep whole gradients until the last part of a step.
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": shards()}},
     )
-    if found.device.type != device.type:
+    if arguments.device.type != device.type:
         raise Refusal(
-            f"accelerate computes on {found.device}, not on {device}",
-            hint=f"give --device {found.device.type}"
+            f"accelerate computes on {arguments.device}, not on {device}",
+            hint=f"give --device {arguments.device.type}"
             + (", or set CUDA_VISIBLE_DEVICES to nothing" if device.type == "cpu" else ", or unset ACCELERATE_USE_CPU"),
         )
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    if plan.batch % found.world_size:
-        raise Refusal(
-            f"{found.world_size} processes cannot share steps of {plan.batch} blocks of {plan.context} tokens",
-            hint=f"give --batch-tokens {found.world_size * plan.context} or a multiple of it",
-        )
-    found.mixed_precision = "no"  # `Distillation` does it, in all kinds of launches alike
-    return found
+    arguments.mixed_precision = "no"  # `Distillation` does it, in all kinds of launches alike
+    return arguments
 
 
 def share(step: int, steps: int) -> float:
@@ -343,9 +338,9 @@ def share(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def _means(found: EvalPrediction) -> dict[str, float]:
+def _means(blocks: EvalPrediction) -> dict[str, float]:
     """KL and loss over the teacher's, of the means of blocks `[n, 3]`."""
-    kl, student, teacher = map(float, found.predictions.mean(0))
+    kl, student, teacher = map(float, blocks.predictions.mean(0))
     if not math.isfinite(kl + student + teacher):
         raise NotFinite(
             f"on held-out blocks, KL is {kl} and the losses are {student} and {teacher}",
