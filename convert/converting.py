@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
-from attention.errors import KvfoldError
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion
@@ -19,7 +17,7 @@ from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
-from convert.output.writing import Work, writing
+from convert.output.writing import writing
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
 from eval.inputs.overlap import warn_of_overlap
@@ -69,20 +67,12 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         job = Job(plan, reader, work, text, device, progress, statistics_directory(plan, work, text, shared))
         with work.kept_without_memory(device, _LESS_MEMORY):
             plan, provenance = convert_layers(job, manifest)
+        work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
-        check = None if plan.target.copies else _checked(plan, work, texts, own_texts, progress)
+        others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
+        check = None if plan.target.copies else checked(plan, work.path, others, device, own_texts, progress)
         provenance = with_healing(provenance, healing) | {"check": check}
         if evaluate_on:
             seen, models = text.tokens if text else None, {"source": source}
             provenance["evaluation"] = evaluated(work, provenance, models, "converted", evaluate_on, settings, seen, progress)
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
-
-
-def _checked(plan: Plan, work: Work, texts: GivenTexts | None, own_texts: Path, progress: Progress) -> dict[str, Any] | None:
-    """The result's loss on texts that were not fitted."""
-    others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-    try:
-        return checked(plan, work.path, others, device_of(plan), own_texts, progress)
-    except KvfoldError:
-        work.keep()  # the weights are complete
-        raise

@@ -53,7 +53,6 @@ def heal_result(
         Failure: It does not train. The work stays, and `--heal 0` publishes what was converted.
     """
     assert plan.calibration is not None
-    work.keep()  # the weights are complete
     tokens, begun = plan.calibration.heal, work.recall(_TOKENS)
     if begun not in (None, tokens) and (tokens or work.recall(_WRITING)):
         raise Refusal(

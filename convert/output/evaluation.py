@@ -35,7 +35,7 @@ def evaluated(
     """The entry `evaluation` of conversion.json.
 
     Args:
-        work: Holds the checkpoint, all but its card. It is kept if the evaluation fails.
+        work: Holds the checkpoint, all but its card; kept for `--resume`.
         provenance: Of the checkpoint. The report reads method, text and healing from it.
         models: The checkpoints that it was made from, by the names that the report gives them; the source first.
         label: The name that the report gives the checkpoint.
@@ -47,7 +47,6 @@ def evaluated(
     Raises:
         Failure: The evaluation failed. `--resume` without `--evaluate` publishes the checkpoint.
     """
-    work.keep()
     write_provenance(work.path, provenance)
     made_from = [replace(model, label=name) for name, model in models.items()]
     result = replace(Source.parse(str(work.path), made_from[0].trust_remote_code), label=label)

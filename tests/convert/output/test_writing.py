@@ -467,12 +467,11 @@ def test_a_damaged_directory_is_made_again(part: str, kind: str, tmp_path: Path)
     assert everything_in(elsewhere) == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("place", ["convert_layers", "model_card"])
 @pytest.mark.parametrize("error", [Refusal("late"), Failure("late")], ids=["Refusal", "Failure"])
 def test_a_late_refusal_leaves_nothing_behind(
-    error: KvfoldError, place: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: KvfoldError, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"convert.converting.{place}", lambda *_: raising(error)())
+    monkeypatch.setattr("convert.converting.convert_layers", lambda *_: raising(error)())
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean")
     assert result.exit_code == error.exit_code
     assert "error: late" in result.stderr
