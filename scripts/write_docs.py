@@ -20,8 +20,7 @@ SHARED, ANCHOR = "## Options of all conversions", "options-of-all-conversions"
 CONVERSIONS = ("gqa", "mqa", "mla", "sweep")
 HEAD = """# Command line
 
-`python scripts/write_docs.py` writes this page. It lists the options; `convert COMMAND --help` explains each, with its default
-and an example.
+`convert COMMAND --help` explains each option, with its default and an example; `python scripts/write_docs.py` lists them here.
 
 Results go to stdout (`--json` for scripts), everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or
 machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
@@ -29,24 +28,25 @@ machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
 
 
 def render_cli() -> str:
-    """docs/cli.md: what each command does, and the names of its options; those that all conversions have stand there once."""
+    """docs/cli.md: the arguments of each command and the names of its options; those of all conversions stand there once."""
     every = [set(_options(main.commands[name])) for name in CONVERSIONS]
     shared = [option for option in _options(main.commands[CONVERSIONS[0]]) if all(option in options for options in every)]
     names = ", ".join(f"`{name}`" for name in CONVERSIONS)
-    conversions = f"{SHARED}\n\n{names} have these, too:\n\n{' '.join(shared)}\n"
+    conversions = f"{SHARED}\n\n{names} have these, too: `{' '.join(shared)}`\n"
     return "\n".join([HEAD, *(_section(name, main.commands[name], shared) for name in main.commands), conversions])
 
 
 def _options(command: click.Command) -> list[str]:
-    return [f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option)]
+    return [max(option.opts, key=len) for option in command.params if isinstance(option, click.Option)]
 
 
 def _section(name: str, command: click.Command, shared: list[str]) -> str:
     context = click.Context(command, info_name=f"convert {name}")
-    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
-    own = [option for option in _options(command) if name not in CONVERSIONS or option not in shared]
-    options = " ".join([*own, f"and [those of all conversions](#{ANCHOR})"] if name in CONVERSIONS else own)
-    return f"## convert {name}\n\n`{usage}`: {command.get_short_help_str(limit=100)}\n\n{options}\n"
+    arguments = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "").strip()
+    own = " ".join(option for option in _options(command) if name not in CONVERSIONS or option not in shared)
+    said = [part for part in (arguments, own) if part]
+    more = f", and [those of all conversions](#{ANCHOR})" if name in CONVERSIONS else ""
+    return f"## convert {name}\n\n`{' '.join(said)}`{more}\n"
 
 
 def render_models() -> str:

@@ -129,19 +129,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_examples_of_the_api_run(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One after another, on the bundled checkpoint and some hundreds of tokens."""
     examples = blocks(API, "python")
-    assert len(examples) == 9
+    assert len(examples) == 8
     namespace: dict[str, object] = {}
     said = []
     for example in examples:
         exec(compile(example, str(API), "exec"), namespace)
         said.append(capsys.readouterr().out)
     assert "my-model-gqa2 MHA GQA-2" in said[0]
-    assert "MLA-96+32" in said[2]
-    assert re.fullmatch(r"\d\.\d+ \d\.\d+\n", said[3])
-    assert "sweep/report/report.html" in said[4]
-    assert said[5].startswith("[8, 4, 2, 1]\nMHA ")
-    assert "cannot make 3 groups from 8 KV heads" in said[7]
-    assert re.match(r"fit: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[8])
+    assert "MLA-96+32" in said[1]
+    assert re.fullmatch(r"\d\.\d+ \d\.\d+\n", said[2])
+    assert "sweep/report/report.html" in said[3]
+    assert said[4].startswith("[8, 4, 2, 1]\nMHA ")
+    assert "cannot make 3 groups from 8 KV heads" in said[6]
+    assert re.match(r"fit: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[7])
 
 
 def test_every_function_has_an_example() -> None:
