@@ -20,7 +20,7 @@ SHARED, ANCHOR = "## Options of all conversions", "options-of-all-conversions"
 CONVERSIONS = ("gqa", "mqa", "mla", "sweep")
 HEAD = """# Command line
 
-`convert COMMAND --help` explains each option, with its default and an example; `python scripts/write_docs.py` lists them here.
+`convert COMMAND --help` explains each option; `python scripts/write_docs.py` lists them here.
 
 Results go to stdout (`--json` for scripts), everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or
 machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
@@ -50,9 +50,10 @@ def _section(name: str, command: click.Command, shared: list[str]) -> str:
 
 
 def render_models() -> str:
-    """docs/models.md with a current table; why a latent is not shared is said there once."""
+    """docs/models.md with a current table; why a latent is not shared, and former model types, are said there once."""
     before, rest = MODELS.read_text(encoding="utf-8").split(BEGIN)
-    lines = [line for line in support_markdown(support()).split("\n") if not line.endswith("no KV heads to merge")]
+    said = support_markdown(support()).split("\n")
+    lines = [line for line in said if not (line.endswith("no KV heads to merge") or line.startswith("- former model types"))]
     return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
 
 
