@@ -94,7 +94,9 @@ def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: py
     page = (Path(__file__).parents[3] / "docs/healing.md").read_text(encoding="utf-8")
     found = []
     (one,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    two = one.replace("num_machines: 1", "num_machines: 2\nmachine_rank: 0\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500")
+    two = one.replace(
+        "num_machines: 1", "num_machines: 2\nmachine_rank: 0\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500"
+    )
     for config in (one, two.replace("num_processes: 8", "num_processes: 16")):
         (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
         given = ["--config_file", str(tmp_path / "config.yaml"), "--no_python", "convert", "heal"]
