@@ -35,7 +35,6 @@ from convert.calibration.refit import refitted, sample_for
 from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.blocks import Blocks
 from convert.methods.frequencies import pairs_by_stride
-from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Attended, Statistics
 from eval.machine.device import trim_memory
@@ -86,10 +85,10 @@ SMALL = Sizes(576, 3, 64, sample_for(576) // 512, 512, 96, 32)
 
 def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
     """What is done to one layer, and what it costs."""
-    (layer, known), draw = sizes.drawn(device), Draw(torch.Generator().manual_seed(0), 0.02)
+    layer, known = sizes.drawn(device)
     merge = load_grouped("aligned").merge
     for target in (8, 1) if sizes.groups > 8 else (1,):
-        yield f"aligned, to {target} KV heads", _cost(partial(merge, layer, target, draw, known), device, rounds)
+        yield f"aligned, to {target} KV heads", _cost(partial(merge, layer, target, known), device, rounds)
     for name in LATENT:
         how = load_latent(name)
         size = sizes.allocation(how.folds, layer.rotary)
@@ -105,7 +104,7 @@ def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Co
 def refit_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
     """The least squares of one layer, for the default methods."""
     layer, known = sizes.drawn(device)
-    merged = load_grouped("aligned").merge(layer, 1, Draw(torch.Generator(), 0.02), known)
+    merged = load_grouped("aligned").merge(layer, 1, known)
     factored = load_latent("weighted").factor(layer, sizes.allocation(False, layer.rotary), known)
     for what, result in (("aligned, to 1 KV heads", merged), ("weighted", factored)):
         yield f"{what}, refitted", _cost(partial(refitted, layer, result, known.sample, known.attended), device, rounds)

@@ -13,14 +13,14 @@ import torch
 
 from attention.record import Attention
 from convert.methods.algebra import augmented
-from convert.methods.grouped import Draw, GroupedMethod, merged_norm
+from convert.methods.grouped import GroupedMethod, merged_norm
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
 _ROUNDS = 20  # of the generalised problem: turn all towards the mean, then take the mean again
 
 
-def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
+def merge(attention: Attention, groups: int, statistics: Statistics) -> Attention:
     """The means of turned heads, and the queries and output columns that turn back; fp32."""
     a, second = attention, statistics.with_constant
     repeats = len(a.q) // a.num_kv_heads

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attention.record import Record
+from attention.forward import output_error
+from attention.record import Attention, Record
+from convert.execute.job import Job
+from convert.methods.blocks import Blocks
 from convert.planning.base import Plan
+
+_MEASURED = 1024  # tokens, on which the error of a layer's attention is measured
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,11 @@ def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
     if source is None or tensor.shape != source.shape:
         return False
     return tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source)
+
+
+def error_of(job: Job, before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
+    """The error of the attention's output on a part of the text, where records show it."""
+    if sample is None or not job.shows_attention:
+        return {}
+    error = output_error(before, after, sample.spread(_MEASURED).to(job.device).blocks)
+    return {"output_error": error} if math.isfinite(error) else {}

@@ -18,7 +18,7 @@ from convert.checkpoint.loading import class_names
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
-from convert.execute.layer import Layer
+from convert.execute.layer import Layer, error_of
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
@@ -124,6 +124,8 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Statisti
     def make(index: int) -> Layer:
         assert change is not None, "where nothing changes, no unit is an attention"
         tensors, before = job.read_layer(index)
-        return Layer.of(decision.plan, index, tensors, change(before, index, statistics(index)))
+        known = statistics(index)
+        after = change(before, index, known)
+        return Layer.of(decision.plan, index, tensors, after, **error_of(job, before, after, known.sample))
 
     return make

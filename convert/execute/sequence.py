@@ -6,7 +6,6 @@ result so far. Finished layers and the inputs of the next one are on disk, where
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,6 @@ from functools import partial
 import torch
 from transformers import AutoConfig
 
-from attention.forward import output_error
 from attention.record import Attention, Record
 from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
@@ -25,16 +23,13 @@ from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Decision
 from convert.execute.job import Job
-from convert.execute.layer import Layer
+from convert.execute.layer import Layer, error_of
 from convert.execute.manifest import Manifest
 from convert.families import Family
-from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from eval.terminal.progress import stage
-
-_MEASURED = 1024  # tokens, on which the error of a layer's attention is measured
 
 
 def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> Callable[[int], Layer]:
@@ -167,14 +162,6 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     tensors, source = job.read_layer(layer)
     observed = pair.observed(layer, source, job.shows_attention)
     after = change(source, layer, observed)
-    error = _error(job, source, after, observed.sample)
+    error = error_of(job, source, after, observed.sample)
     after, errors = pair.fitted(layer, after)
     return Layer.of(pair.plan, layer, tensors, after, **error, **errors)
-
-
-def _error(job: Job, before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
-    """The error of the attention's output on a part of the text, where records show it."""
-    if sample is None or not job.shows_attention:
-        return {}
-    error = output_error(before, after, sample.spread(_MEASURED).to(job.device).blocks)
-    return {"output_error": error} if math.isfinite(error) else {}

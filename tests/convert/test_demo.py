@@ -49,7 +49,7 @@ def test_an_interrupted_demo_advises_what_it_can_do(
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("convert.sweeping._swept", interrupted)
+    monkeypatch.setattr("convert.sweeping.convert", interrupted)
     result = convert("demo", "--output", tmp_path / "demo", "-q")
     assert result.exit_code == 130
     assert result.stderr == "error: interrupted\nhint: the same command begins again\n"

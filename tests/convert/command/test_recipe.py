@@ -117,5 +117,5 @@ def test_options_replace_what_is_recorded(checkpoint: Callable[..., Path], conve
     assert convert("gqa", checkpoint(), tmp_path / "a", "--groups", 2, "--method", "mean").exit_code == 0
     planned = convert("run", tmp_path / "a", tmp_path / "b", "--groups", 1, "--dry-run", "--json")
     assert planned.stderr.startswith("convert gqa --groups=2 ")
-    assert json.loads(planned.stdout)["groups"] == 1
+    assert json.loads(planned.stdout)["kv_heads_after"] == 1
     assert not (tmp_path / "b").exists()
