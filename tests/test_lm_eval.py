@@ -17,7 +17,7 @@ from written import Make
 from eval.quality.protocol import Block
 
 pytest.importorskip("lm_eval")
-PAGE = Path(__file__).parents[3] / "docs" / "evaluation.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evaluation.md"
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
 TASK = """
 task: hellaswag
