@@ -18,6 +18,19 @@ from convert.hosts.kvfold import LATENT_HOST
 from convert.planning.bounds import LatentBounds
 from eval.inputs.source import Source
 
+GLOBAL = {"attention_types": [[["global"], 3]]}
+ONE: dict[str, tuple[str, dict[str, Any]]] = {  # by GPT-2's blocks, one KV head
+    "gpt2": ("gpt2", {}),
+    "gpt2, without a scale": ("gpt2", {"scale_attn_weights": False, "num_attention_heads": 4}),
+    "gpt2, logits divided by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "num_hidden_layers": 2}),
+    "gpt2, four times the width": ("gpt2", {"n_inner": None, "tie_word_embeddings": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_neo": ("gpt_neo", GLOBAL | {"num_attention_heads": 4}),
+    "gpt_neo, windows of all positions": ("gpt_neo", {"window_size": 128, "num_attention_heads": 4}),
+    "opt": ("opt", {}),
+    "opt, a GELU": ("opt", {"activation_function": "gelu_new"}),
+}
+
 
 class Row(NamedTuple):
     """A source, and the class that holds what is made of it.

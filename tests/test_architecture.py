@@ -202,7 +202,7 @@ def test_nobody_shadows_the_builtin_eval() -> None:
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
 MOST_LINES = {"product": 32_450, "tests": 34_700}
-MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_500, 30
+MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 30
 
 
 def lines_of(paths: Iterable[Path]) -> int:

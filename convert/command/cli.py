@@ -21,9 +21,6 @@ from convert.launch import goes_on_alone, is_first, launched_count
 from eval import options as measured
 from eval.terminal.escapes import printable, printable_lines, shell_line
 
-# Commands of former versions, and what takes their place.
-_REMOVED = {"cache": "nothing is kept between runs; delete ~/.cache/kvfold, which earlier versions made"}
-
 
 class Commands(click.Group):
     """A group that turns known errors into one line, a hint and an exit code."""
@@ -57,7 +54,7 @@ class Commands(click.Group):
             ctx.exit(Interrupted.exit_code)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and (instead := _REMOVED.get(args[0])):
+        if args and (instead := removed.COMMANDS.get(args[0])):
             ctx.fail(f"{args[0]} was removed: {instead}")
         return super().resolve_command(ctx, args)
 

@@ -1,4 +1,4 @@
-"""What the bytes of a conversion depend on, and the plan that its text has chosen."""
+"""Lists the inputs that decide the bytes of a conversion, and finds the plan that a finished one has carried out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.machine.device import rough
 
 
 def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
-    """Everything that the result's bytes depend on but its healing, which a resumed run may leave out."""
+    """List the inputs that decide the result's bytes, without its healing, which a resumed run may leave out."""
     return {
         **_settings(plan),
         "splits": [_settings(split) for split in splits_of(plan)],
@@ -34,7 +34,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def healing_of(plan: Plan) -> dict[str, Any]:
-    """The input that a resumed run may leave out: the tokens of its healing."""
+    """Name the tokens of the healing, the one input that a resumed run may leave out."""
     return {"heal": plan.calibration.heal if plan.calibration else None}
 
 

@@ -52,7 +52,7 @@ def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
 
 
 def error_of(job: Job, before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
-    """The error of the attention's output on a part of the text, where records show it."""
+    """Measure the error of the attention's output on a part of the text; {} where records do not show the attention."""
     if sample is None or not job.shows_attention:
         return {}
     error = output_error(before, after, sample.spread(_MEASURED).to(job.device).blocks)

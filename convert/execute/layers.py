@@ -1,4 +1,4 @@
-"""Converts the layers of a plan: what the whole model decides, then layer by layer, read, transform, write, verify.
+"""Converts the layers of a plan: decides for the whole model, then reads, transforms, writes and verifies layer by layer.
 
 It knows the order of the work, but no heads, names or formulas: those belong to the family, the method and the host.
 """

@@ -1,4 +1,4 @@
-"""What is made from the source alone, so that several conversions can share it: its own text, and its statistics."""
+"""Keeps what depends on the source alone, its own text and its statistics, for one conversion or for several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eval.terminal.progress import Progress
 
 
 def directory_of(plan: Plan, work: Work, shared: Path | None, *of: Any) -> Path:
-    """The directory of what is made from the source and these inputs, for this conversion or for several ones."""
+    """The directory that keeps what depends on the source and on `of`: that of this conversion, or a shared one."""
     if shared is None:
         return work.steps
     source = plan.source

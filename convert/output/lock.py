@@ -51,12 +51,12 @@ def exclusive(output: Path) -> Iterator[None]:
     # A soft lock would outlive a killed run. preserve_lock_file: it is removed below.
     try:
         if issubclass(FileLock, SoftFileLock):
-            raise NotImplementedError("this system has no file locks")
+            raise OSError("this system has no file locks")
         path.parent.mkdir(parents=True, exist_ok=True)
         _require_ours(path)
         lock = FileLock(path, blocking=False, fallback_to_soft=False, preserve_lock_file=True, on_acquired=sign)
         lock.acquire()
-    except (OSError, NotImplementedError) as error:  # a Timeout is an OSError
+    except (OSError, NotImplementedError) as error:  # a Timeout is an OSError; old filelocks raise the other
         if isinstance(error, Timeout) and path.exists():
             hint = "wait until it has ended, or choose another OUTPUT"
             raise Failure(f"another run is writing {output}: {_named(path)}", hint=hint) from None

@@ -96,7 +96,7 @@ def explained(noun: str, path: Path) -> Iterator[None]:
 
 
 def watched(models: Sequence[Source]) -> Callable[[], None]:
-    """What raises `Failure` once a weight file of the models is not as it is now: work is not to read two states of one."""
+    """Return a check that raises `Failure` if a weight file of the models has changed since: a result has one source."""
 
     def found() -> dict[str, list[int]]:
         return {
@@ -208,6 +208,8 @@ class Work:
         """Turn a lack of memory on a device, in the block, into `Failure`; the directory stays for `--resume`."""
         try:
             yield
+        except KvfoldError:  # a Failure is a RuntimeError, too, and has said what to do
+            raise
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

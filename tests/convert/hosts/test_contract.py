@@ -21,6 +21,7 @@ from held import (
     DEFAULT,
     NO_ROPE,
     NORM_SWITCHES,
+    ONE,
     YARN,
     Row,
     config_of,
@@ -93,7 +94,6 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
 IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
-GLOBAL = {"attention_types": [[["global"], 3]]}
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
 # Families whose class shares heads before a norm or a clamp, and kvfold's behind it.
@@ -111,17 +111,6 @@ BEHIND: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": True},
     "qwen3_moe": {},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-}
-ONE: dict[str, tuple[str, dict[str, Any]]] = {  # by GPT-2's blocks, one KV head
-    "gpt2": ("gpt2", {}),
-    "gpt2, without a scale": ("gpt2", {"scale_attn_weights": False, "num_attention_heads": 4}),
-    "gpt2, logits divided by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "num_hidden_layers": 2}),
-    "gpt2, four times the width": ("gpt2", {"n_inner": None, "tie_word_embeddings": False}),
-    "gpt_bigcode": ("gpt_bigcode", {}),
-    "gpt_neo": ("gpt_neo", GLOBAL | {"num_attention_heads": 4}),
-    "gpt_neo, windows of all positions": ("gpt_neo", {"window_size": 128, "num_attention_heads": 4}),
-    "opt": ("opt", {}),
-    "opt, a GELU": ("opt", {"activation_function": "gelu_new"}),
 }
 OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
     "all dims": DEFAULT | {"partial_rotary_factor": 1.0},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from held import GLOBAL, ONE
 from latents import logits_of, same_logits, tokens
 from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, ok, weights
@@ -16,29 +17,16 @@ from convert.families import FAMILIES
 from convert.hosts import HOSTS, kvfold
 from convert.hosts.gpt_bigcode import HOST
 
-GLOBAL = {"attention_types": [[["global"], 3]]}
-SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {}),
-    "gpt2, without a scale": ("gpt2", {"scale_attn_weights": False, "num_attention_heads": 4}),
-    "gpt2, logits divided by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "num_hidden_layers": 2}),
-    "gpt2, four times the width": ("gpt2", {"n_inner": None, "tie_word_embeddings": False}),
-    "gpt_bigcode": ("gpt_bigcode", {}),
-    "gpt_neo": ("gpt_neo", GLOBAL | {"num_attention_heads": 4}),
-    "gpt_neo, windows of all positions": ("gpt_neo", {"window_size": 128, "num_attention_heads": 4}),
-    "opt": ("opt", {}),
-    "opt, a GELU": ("opt", {"activation_function": "gelu_new"}),
-}
-
 
 def config_of(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "config.json").read_text()))
 
 
-@pytest.mark.parametrize("case", SOURCES)
+@pytest.mark.parametrize("case", ONE)
 def test_it_loses_what_kvfolds_class_loses(
     case: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_type, changes = SOURCES[case]
+    model_type, changes = ONE[case]
     source = checkpoint(model_type, **changes)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
     monkeypatch.setitem(HOSTS, "mqa", (kvfold.HOST,))

@@ -355,6 +355,17 @@ def test_the_work_stays_if_it_can_be_resumed(
     assert make(tmp_path / "out", resume=True)
 
 
+def test_a_failure_that_speaks_of_memory_keeps_its_own_hint(tmp_path: Path) -> None:
+    work, full = opened(tmp_path / "out"), RuntimeError("CUDA out of memory")
+    with pytest.raises(Failure, match="no memory left on cpu"), work.kept_without_memory("cpu", "free some"):
+        raise full
+    work.kept = False
+    said = Failure("CUDA out of memory in layer 3", hint="its own")
+    with pytest.raises(Failure, match="layer 3") as caught, work.kept_without_memory("cpu", "free some"):
+        raise said
+    assert (caught.value, work.kept) == (said, False)
+
+
 def test_another_work_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Interrupted):
