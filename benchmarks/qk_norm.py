@@ -14,7 +14,6 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from convert import gqa, mla, mqa
 from convert.converting import convert
 from convert.families import FAMILIES
 from convert.output.destination import Output
+from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.texts import texts_of
@@ -66,8 +66,7 @@ def converted(source: Path, work: Path, calibration: str) -> Iterator[Path | Non
         options = CalibrationOptions(texts_of([calibration], None), TOKENS, CONTEXT, refit=False, heal=0)
         target = Output(out.with_name(f"{out.name}-procrustes"), overwrite=True)
         found = Source.parse(str(source))
-        plan = plan_grouped("gqa", found, groups, procrustes.METHOD, 0, "cpu", target, options)
-        convert(replace(plan, accepts_any_loss=True))
+        convert(plan_grouped(Request(found, target, options, "cpu", accepts_any_loss=True), "gqa", groups, procrustes.METHOD))
         yield target.path
         for kind in ("stock", "kvfold"):
             path = out.with_name(f"{out.name}-{kind}")

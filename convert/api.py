@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from convert.execute.conversion import Conversion, PlannedConversion
     from convert.healing.plan import HealOptions, HealPlan
     from convert.healing.run import Healing, PlannedHealing
-    from convert.output.destination import Output
-    from convert.planning.base import Plan
-    from convert.planning.calibration import CalibrationOptions
+    from convert.planning.base import Plan, Request
     from convert.planning.describe import Facts
     from convert.sweeping import PlannedSweep, Sweep
     from eval.terminal.progress import Progress
@@ -84,10 +82,9 @@ def _grouped(
 ) -> Conversion | PlannedConversion:
     from convert.planning.grouped import plan_grouped
 
-    source, calibration, where = _read(model, output, given)
-    how, seed, device = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["seed"], given["device"]
-    wanted = given["output_class"], given["cache_dtype"]
-    return _converted(plan_grouped(command, source, groups, how, seed, device, where, calibration, *wanted), given)
+    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    plan = plan_grouped(_request(model, output, given), command, groups, method, output_class, given["cache_dtype"])
+    return _converted(plan, given)
 
 
 @overload
@@ -109,16 +106,24 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
     from convert.planning.latent import plan_latent
-    from convert.planning.sizes import LatentRequest
+    from convert.planning.sizes import LatentSize
 
-    source, calibration, where = _read(model, output, given)
-    numbers = given["kv_lora_rank"], given["qk_rope_head_dim"]
-    budget = _HALF if (*numbers, given["kv_budget"]) == (None, None, None) else given["kv_budget"]
-    sizes = *numbers, *_budget(budget), given["freqfold"]
-    kinds = given["pad_rank"], given["portable"], given["per_layer_ranks"], given["cache_dtype"]
-    how = methods.load_latent(given["method"] or methods.LATENT[0])
-    wanted = LatentRequest(*sizes, *kinds)
-    return _converted(plan_latent(source, wanted, how, calibration, given["device"], where, given["seed"]), given)
+    request, method = _request(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
+    rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
+    share, size = _budget(_HALF if (rank, rope_dim, budget) == (None, None, None) else budget)
+    latent = LatentSize(
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope_dim,
+        kv_share=share,
+        kv_bytes=size,
+        freqfold=given["freqfold"],
+        pad_rank=given["pad_rank"],
+        portable=given["portable"],
+        per_layer_ranks=given["per_layer_ranks"],
+        cache_dtype=given["cache_dtype"],
+    )
+    plan = plan_latent(request, latent, method)
+    return _converted(plan, given)
 
 
 @overload
@@ -197,15 +202,16 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     """
     from convert import sweeping
     from convert.execute.conversion import PlannedConversion
+    from convert.planning.sizes import LatentSize
     from eval.quality.settings import EvaluationSettings
 
-    source, calibration, where = _read(model, output, given)
-    device, evaluate, max_tokens = given["device"], given["evaluate"], given["max_tokens"]
-    wanted = sweeping.Wanted(*_targets(given), calibration, where, device, given["seed"])
-    plans = sweeping.plans_for(source, wanted)
+    request = replace(_request(model, output, given), accepts_any_loss=True, accepts_a_copy=True)
+    latents = None if given["mla"] is None else list(dict.fromkeys(LatentSize(*size) for size in given["mla"]))
+    groups = None if given["groups"] is None else list(dict.fromkeys(given["groups"]))
+    plans = sweeping.plans_for(request, groups, latents, given["methods"])
     formats = names_of(given["cache_dtype"])
     settings = EvaluationSettings(
-        given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device, cache_dtypes=formats
+        given["protocol"], contexts_of(given["context"]), given["max_tokens"], "auto", given["device"], cache_dtypes=formats
     )
     for form, planned in itertools.product(formats, plans):
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
@@ -217,19 +223,8 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         done.append(plan)
         given["made"](plan)
 
-    held_out = text_of(evaluate)
-    found = sweeping.sweep(plans, held_out, settings, given["progress"], finished)
-    return sweeping.Sweep(done, found, where.path / sweeping.REPORT)
-
-
-def _targets(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """The groups, latents and methods of a sweep; None for those of which none is given."""
-    from convert.planning.sizes import LatentRequest
-
-    latents = None if given["mla"] is None else [LatentRequest(*size) for size in given["mla"]]
-    wanted = given["groups"], latents, given["methods"]
-    groups, sizes, names = (None if some is None else tuple(dict.fromkeys(some)) for some in wanted)
-    return groups, sizes, names
+    found = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"], finished)
+    return sweeping.Sweep(done, found, request.output.path / sweeping.REPORT)
 
 
 @checked
@@ -305,10 +300,11 @@ def refresh(output: str | Path) -> Facts:
     return Facts(found, f"{said}: the code in {output} is kvfold's, version {found['code_version']}")
 
 
-def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tuple[Source, CalibrationOptions, Output]:
-    """What all conversions are planned from."""
+def _request(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
+    """What the user asks of a conversion besides its target."""
     from convert.hosts.engines import engine_of
     from convert.output.destination import Output
+    from convert.planning.base import Request
     from convert.planning.calibration import CalibrationOptions
 
     source = Source.parse(str(model), given["trust_remote_code"])
@@ -316,33 +312,30 @@ def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tu
         dtype_bytes(given["dtype"])
     engine_of(given["engine"])
     calibration = CalibrationOptions(
-        texts_of(given["text"], given["dataset"]),
-        given["calibration_tokens"],
-        given["calibration_context"],
-        given["refit"],
-        given["refine"] or 0,
-        given["max_context"],
-        given["no_text"],
-        given["heal"],
+        texts=texts_of(given["text"], given["dataset"]),
+        tokens=given["calibration_tokens"],
+        context=given["calibration_context"],
+        refit=given["refit"],
+        refine=given["refine"] or 0,
+        max_context=given["max_context"],
+        no_text=given["no_text"],
+        heal=given["heal"],
     )
-    kinds = given["max_shard_size"], given["overwrite"], given["resume"], given["engine"]
-    return source, calibration, Output(Path(output), given["dtype"], *kinds)
+    where = Output(Path(output), given["dtype"], given["max_shard_size"], given["overwrite"], given["resume"], given["engine"])
+    force = given.get("force", False)
+    named = force or given.get("method") is not None
+    return Request(source, where, calibration, given["device"], given["seed"], named, force)
 
 
 def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
     """The conversion that is planned, carried out unless only the plan is asked for."""
     from convert.converting import convert
     from convert.execute.conversion import PlannedConversion
-    from convert.planning.base import require_change
 
-    if not given["force"]:
-        require_change(planned)
-    planned = replace(planned, accepts_any_loss=given["force"] or given["method"] is not None)
     if given["dry_run"]:
         return PlannedConversion(planned)
     evaluate = given["evaluate"]
-    held_out = None if evaluate is None else text_of(evaluate)
-    return convert(planned, held_out, given["progress"])
+    return convert(planned, None if evaluate is None else text_of(evaluate), given["progress"])
 
 
 def _budget(given: Any) -> tuple[float | None, int | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion
-from convert.execute.inputs import decided, healing_of, inputs_of
+from convert.execute.inputs import healing_of, inputs_of
 from convert.execute.job import Job, device_of
 from convert.execute.layers import convert_layers, loadable_manifest, reader_of
 from convert.execute.provenance import with_healing
@@ -56,7 +56,7 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
     manifest = loadable_manifest(plan, reader)
     with writing("conversion", plan.output, [source], inputs_of(plan, texts), healing_of(plan)) as work:
         if work.provenance:
-            return Conversion(decided(plan, work.provenance), work.provenance)
+            return Conversion(plan, work.provenance)
         own_texts = directory_of(plan, work, shared)
         text = texts.with_own(written(plan, own_texts, progress)) if texts else None
         if text:
@@ -66,7 +66,7 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
                 write_own_text(work.path, text.own)
         job = Job(plan, reader, work, text, device, progress, statistics_directory(plan, work, text, shared))
         with work.kept_without_memory(device, _LESS_MEMORY):
-            plan, provenance = convert_layers(job, manifest)
+            provenance = convert_layers(job, manifest)
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
         others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []

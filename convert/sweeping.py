@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,18 +17,16 @@ from convert import methods
 from convert.converting import convert
 from convert.execute.conversion import PlannedConversion
 from convert.launch import require_alone
-from convert.methods.grouped import GroupedMethod
-from convert.methods.latent import LatentMethod
 from convert.methods.text import Method, TextUse
-from convert.output.destination import Output, check_output
+from convert.output.destination import check_output
 from convert.output.lock import exclusive
 from convert.output.writing import explained, watched
-from convert.planning.base import Plan, convertible
+from convert.planning.base import Plan, Request, convertible
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.describe import plans_text
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Text
@@ -87,64 +86,52 @@ class PlannedSweep:
         return plans_text(self.plans)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The results that a sweep should make.
+def plans_for(
+    request: Request,
+    groups: Sequence[int] | None = None,
+    latents: Sequence[LatentSize] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Plan]:
+    """One plan per target and method, in the order of the report.
 
-    Attributes:
+    Args:
+        request: What the user asks for; its output is DIR. At least one method must use its text. Steps beyond a method
+            (`--refine`, …) apply to our own methods only.
         groups: KV heads of GQA; if None and `latents` is None too, halves of the source's.
         latents: Sizes of MLA; if None and `groups` is None too, shares of the source's cache.
-        methods: Names; None for all that can run, without the control.
-        calibration: Text for methods that use it; at least one must. Steps beyond a method (`--refine`, …) apply to our own
-            methods only.
-        output: DIR, and how to write it.
-        device: As on the command line.
-        seed: As on the command line.
-    """
-
-    groups: tuple[int, ...] | None
-    latents: tuple[LatentRequest, ...] | None
-    methods: tuple[str, ...] | None
-    calibration: CalibrationOptions
-    output: Output
-    device: str = "auto"
-    seed: int = 0
-
-
-def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
-    """One plan per target and method, in the order of the report.
+        names: Of methods; None for all that can run.
 
     Raises:
         Refusal: Something that the user named cannot be done. Defaults that do not fit the source are
             left out.
     """
-    require_device(wanted.device)
-    require_consistent(source, wanted.calibration)
-    candidates = _all(source, wanted)
+    source, calibration = request.source, request.calibration
+    require_device(request.device)
+    require_consistent(source, calibration)
+    candidates = _candidates(request, groups, latents, names)
     counts = Counter(candidate.name for candidate in candidates)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
-    _require_use(wanted.calibration, [candidate.method for candidate in candidates])
-    if idle := sorted(set(wanted.methods or ()) - {candidate.method.name for candidate in candidates}):
+    _require_use(calibration, [candidate.method for candidate in candidates])
+    if idle := sorted(set(names or ()) - {candidate.method.name for candidate in candidates}):
         raise Refusal(
             f"{' and '.join(idle)} of --methods can make none of the targets",
             hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
         )
     plans: list[Plan] = []
-    named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
-    for name, _, plan in candidates:
-        output = replace(wanted.output, path=wanted.output.path / name)
+    for name, method, plan in candidates:
+        output = replace(request.output, path=request.output.path / name)
         check_output(output.path, source.directory, output.overwrite, output.resume)
         try:
-            plans.append(replace(plan(output), accepts_any_loss=True))  # baselines lose much, and that is what is measured
+            plans.append(plan(replace(request, output=output, calibration=_calibration(method, calibration))))
         except Refusal as refusal:
-            if named:
+            if any(given is not None for given in (latents, groups, names)):
                 raise
             _log.warning("%s is left out: %s", name, refusal)
     if not plans:
         raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
-    there = wanted.output.path / REPORT
-    if there.exists() and not (wanted.output.overwrite or wanted.output.resume):
+    there = request.output.path / REPORT
+    if there.exists() and not (request.output.overwrite or request.output.resume):
         raise Refusal(f"{there} exists: an earlier sweep's report", hint="choose another DIR, or replace it with --overwrite")
     return plans
 
@@ -200,31 +187,32 @@ class _Candidate(NamedTuple):
     Attributes:
         name: The name of its directory.
         method: The method that makes it.
-        plan: Maps an output to its plan.
+        plan: Maps a request to its plan.
     """
 
     name: str
     method: Method
-    plan: Callable[[Output], Plan]
+    plan: Callable[[Request], Plan]
 
 
-def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
+def _candidates(
+    request: Request, groups: Sequence[int] | None, latents: Sequence[LatentSize] | None, names: Sequence[str] | None
+) -> list[_Candidate]:
+    source = request.source
     heads = convertible(source).spec(source.config).num_kv_heads
-    everything = wanted.groups is None and wanted.latents is None
-    groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
-    latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents
-    return [
-        *(
-            _Candidate(f"gqa-{n}-{m.name}", m, _grouped(source, wanted, n, m))
-            for n in groups or ()
-            for m in map(methods.load_grouped, _chosen(methods.GROUPED, wanted))
-        ),
-        *(
-            _Candidate(f"mla-{_size_name(size)}-{m.name}", m, _latent(source, wanted, size, m))
-            for size in latents or ()
-            for m in map(methods.load_latent, _chosen(methods.LATENT, wanted))
-            if m.text is not TextUse.NEEDED or not wanted.calibration.no_text or wanted.methods
-        ),
+    if groups is None and latents is None:
+        groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
+        latents = [LatentSize(kv_share=share) for share in _SHARES]
+    candidates = [
+        _Candidate(f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
+        for n in groups or ()
+        for m in map(methods.load_grouped, _chosen(methods.GROUPED, names))
+    ]
+    return candidates + [
+        _Candidate(f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
+        for size in latents or ()
+        for m in map(methods.load_latent, _chosen(methods.LATENT, names))
+        if m.text is not TextUse.NEEDED or not request.calibration.no_text or names
     ]
 
 
@@ -246,28 +234,17 @@ def _ours() -> list[str]:
     return [method.name for method in found if method.text is TextUse.USED]
 
 
-def _grouped(source: Source, wanted: Wanted, groups: int, method: GroupedMethod) -> Callable[[Output], Plan]:
-    text = _calibration(method, wanted)
-    return lambda output: plan_grouped("gqa", source, groups, method, wanted.seed, wanted.device, output, text)
-
-
-def _latent(source: Source, wanted: Wanted, size: LatentRequest, method: LatentMethod) -> Callable[[Output], Plan]:
-    text = _calibration(method, wanted)
-    return lambda output: plan_latent(source, size, method, text, wanted.device, output, wanted.seed)
-
-
-def _calibration(method: Method, wanted: Wanted) -> CalibrationOptions:
-    text = wanted.calibration
+def _calibration(method: Method, text: CalibrationOptions) -> CalibrationOptions:
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()
     return replace(text, heal=text.heal or 0) if method.text is TextUse.USED else text.text_alone
 
 
-def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
-    return [name for name in known if wanted.methods is None or name in wanted.methods]
+def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:
+    return [name for name in known if names is None or name in names]
 
 
-def _size_name(size: LatentRequest) -> str:
+def _size_name(size: LatentSize) -> str:
     if size.kv_lora_rank is not None:
         return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
     return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"

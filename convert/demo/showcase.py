@@ -9,10 +9,11 @@ from typing import Any
 from attention.errors import Interrupted
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.output.destination import Output
+from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
-from convert.sweeping import Wanted, plans_for, sweep
+from convert.sweeping import plans_for, sweep
 from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality.settings import EvaluationSettings
@@ -20,7 +21,7 @@ from eval.terminal.progress import Progress, silent
 
 MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
-_SIZES = (LatentRequest(96, 32), LatentRequest(48, 16))  # a quarter and an eighth of the cache
+_SIZES = (LatentSize(96, 32), LatentSize(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
 _MODULES = ("difflib", "statistics")  # two of the held-out modules
 _TOKENS = 8192  # evaluated tokens: as many as two minutes allow, with the installation
@@ -42,7 +43,8 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     output.mkdir(parents=True, exist_ok=True)
     calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that monitored the training
     text = CalibrationOptions(texts_of(calibration, None), _CALIBRATION_TOKENS)
-    plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
+    request = Request(source, Output(output, overwrite=True), text, "cpu", accepts_any_loss=True)
+    plans = plans_for(request, _GROUPS, _SIZES, _METHODS)
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu")
     try:

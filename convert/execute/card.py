@@ -7,6 +7,8 @@ from typing import Any
 from urllib.parse import quote
 
 from attention.calibrated import Calibrated
+from attention.spec import AttentionSpec
+from convert.hosts import Host
 from convert.hosts.engines import ENGINES, Engine
 from convert.output.card import command_line, render
 from convert.planning.base import Plan
@@ -27,7 +29,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
     return render(
         "conversion.md.j2",
         provenance["metadata"],
-        kind=plan.target.spec.kind,
+        after=plan.sized(provenance.get("kv_lora_ranks")),
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
@@ -58,11 +60,12 @@ def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], di
     return found
 
 
-def loading_of(plan: Plan) -> dict[str, Any]:
-    """How to load and serve the result, as conversion.json keeps it and cards say it."""
+def loading_of(plan: Plan, spec: AttentionSpec) -> dict[str, Any]:
+    """How to load and serve a result of these sizes, as conversion.json keeps it and cards say it."""
     host, own = plan.target.host, plan.target.host.name == "its own class"
-    made = (host, plan.family, plan.target.spec, plan.source.config)
+    made = (host, plan.family, spec, plan.source.config)
     objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
+    served = [engine for engine, objection in objections.items() if objection is None]
     return {
         "model_type": host.layout(plan.family).model_type,
         "needs_code": bool(host.code),
@@ -76,15 +79,18 @@ def loading_of(plan: Plan) -> dict[str, Any]:
             }
             for engine, objection in objections.items()
         ],
-        "remarks": [*host.remarks, *_cache_remarks(plan, [engine for engine in objections if objections[engine] is None])],
+        "remarks": [
+            *host.remarks,
+            *_cache_remarks(host, spec, served),
+        ],
     }
 
 
-def _cache_remarks(plan: Plan, engines: list[Engine]) -> list[str]:
+def _cache_remarks(host: Host, spec: AttentionSpec, engines: list[Engine]) -> list[str]:
     """In which formats these engines store the result's cache, and with what option."""
     found = []
     for engine in engines:
-        caches = engine.stores(plan.target.host, plan.target.spec)
+        caches = engine.stores(host, spec)
         said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
         found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
     return found

@@ -130,7 +130,7 @@ def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
         said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
         said += f" ({meaning(loss)})"
         said += ", and is worse than an even guess" if worse else ""
-        if (loss > _WORST or worse) and not plan.accepts_any_loss:
+        if (loss > _WORST or worse) and not plan.request.accepts_any_loss:
             raise NotPublished(
                 f"{said}: it is of no use, and was not published",
                 hint=f"{hint}; or publish it all the same with --resume --force",

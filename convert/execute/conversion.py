@@ -1,4 +1,4 @@
-"""A conversion as its caller gets it: the plan, with the choices that a text decided, and its provenance."""
+"""A conversion as its caller gets it: the plan, and what was made by it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,18 @@ class PlannedConversion:
 
 @dataclass(frozen=True)
 class Conversion(PlannedConversion):
-    """A conversion that was done. Its plan has the choices that the text decided.
+    """A conversion that was done.
 
     Attributes:
         provenance: The content of conversion.json.
     """
 
     provenance: dict[str, Any]
+
+    @property
+    def after(self) -> AttentionSpec:
+        """The result's attention, with the ranks of its layers if the text has chosen them."""
+        return self.plan.sized(self.provenance.get("kv_lora_ranks"))
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -66,7 +71,7 @@ class Conversion(PlannedConversion):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's facts, and the provenance."""
-        return self.plan.as_dict() | {"conversion": self.provenance}
+        return self.plan.as_dict(self.provenance.get("kv_lora_ranks")) | {"conversion": self.provenance}
 
     def __str__(self) -> str:
         return conversion_text(self.plan, self.provenance)

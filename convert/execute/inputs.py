@@ -1,4 +1,4 @@
-"""Lists the inputs that decide the bytes of a conversion, and finds the plan that a finished one has carried out."""
+"""Lists the inputs that decide the bytes of a conversion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from convert.output.destination import without_text
 from convert.output.provenance import versions
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
-from convert.planning.targets import LatentTarget
 from eval.machine.device import rough
 
 
@@ -17,7 +16,6 @@ def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
     """List the inputs that decide the result's bytes, without its healing, which a resumed run may leave out."""
     return {
         **_settings(plan),
-        "splits": [_settings(split) for split in splits_of(plan)],
         "device": str(device_of(plan)),
         "rough_products_in": str(rough(device_of(plan))),
         "config": plan.source.raw,
@@ -36,16 +34,3 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def healing_of(plan: Plan) -> dict[str, Any]:
     """Name the tokens of the healing, the one input that a resumed run may leave out."""
     return {"heal": plan.calibration.heal if plan.calibration else None}
-
-
-def decided(plan: Plan, provenance: dict[str, Any]) -> Plan:
-    """The plan with the choices that its provenance states."""
-    plan = next((split for split in splits_of(plan) if split.recipe() == provenance.get("recipe")), plan)
-    if (ranks := provenance.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
-        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
-    return plan
-
-
-def splits_of(plan: Plan) -> list[Plan]:
-    """The plans among which the text decides."""
-    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []

@@ -16,9 +16,9 @@ from convert.calibration.survey import survey
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.loading import class_names
 from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import Decision, StatisticsOf, decide
+from convert.execute.deciding import Choice, StatisticsOf, choose
 from convert.execute.job import Job
-from convert.execute.layer import Layer, error_of
+from convert.execute.layer import Layer, changed, error_of
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
@@ -47,7 +47,7 @@ def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
         Failure: The source's headers do not match its config, or the class.
     """
     source = plan.source
-    manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
+    manifest = manifest_of(plan, reader, plan.target.spec)  # first, since its messages on attention are more specific
     require_loadable(source.config, _without_computed(plan, reader), source.reference, source.trust_remote_code)
     if not plan.target.copies:
         sized = plan.target.host.sized(source.raw, source.config, plan.target.spec)
@@ -56,30 +56,28 @@ def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
     return manifest
 
 
-def convert_layers(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
-    """Decide, then write everything but the provenance.
-
-    Returns:
-        The plan with the choices made, and its provenance.
+def convert_layers(job: Job, manifest: Manifest) -> dict[str, Any]:
+    """Choose, then write everything but the provenance, which is returned.
 
     Raises:
         Failure: Weights or activations are not finite, or the disk is too full.
     """
     try:
         require_space(job, manifest)
-        named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
-        surveyed = _surveyed(job, job.text) if job.text and job.plan.reads_text else None
-        decision = decide(job, surveyed or job.assumed)
-        manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
-        layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
-        config = decision.plan.config(decision.rotary)
-        write_config(job.work.path, config, job.plan.output.dtype)
-        copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
-        copy_code(job.work.path, decision.plan.target.host.code)
+        plan, source, directory = job.plan, job.plan.source, job.work.path
+        named = tokenizer_class(source, plan.target.config(source, plan.target.spec, None))
+        surveyed = _surveyed(job, job.text) if job.text and plan.reads_text else None
+        choice = choose(job, surveyed or job.assumed)
+        if choice.ranks:
+            manifest = manifest_of(plan, job.reader, choice.spec(plan))
+        layers = write_weights(job, manifest, _layers(job, manifest, choice, surveyed))
+        write_config(directory, plan.config(choice.spec(plan), choice.rotary(plan)), plan.output.dtype)
+        copy_companions(directory, source.files, source.trust_remote_code)
+        copy_code(directory, plan.target.host.code)
         if named:
-            name_tokenizer_class(job.work.path, named, job.plan.source.tokenizer_code)
-        written = _check_result(decision.plan, job.work)
-        return decision.plan, provenance_of(decision, job.reader, manifest, layers, job.text, written.calibrated)
+            name_tokenizer_class(directory, named, source.tokenizer_code)
+        written = _check_result(plan, job.work)
+        return provenance_of(plan, choice, job.reader, manifest, layers, job.text, written.calibrated)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
@@ -115,17 +113,16 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     return lambda layer: replace(found()(layer), context=seen.calibration.max_context)
 
 
-def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: StatisticsOf | None) -> MakeLayer:
+def _layers(job: Job, manifest: Manifest, choice: Choice, surveyed: StatisticsOf | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
-    change, statistics = decision.change, surveyed or job.assumed
-    if job.text and surveyed and job.text.calibration.in_sequence and change is not None:
-        return in_sequence(job, job.text, manifest, decision)
+    statistics = surveyed or job.assumed
+    if job.text and surveyed and job.text.calibration.in_sequence and not job.plan.target.copies:
+        return in_sequence(job, job.text, manifest, choice)
 
     def make(index: int) -> Layer:
-        assert change is not None, "where nothing changes, no unit is an attention"
         tensors, before = job.read_layer(index)
-        known = statistics(index)
-        after = change(before, index, known)
-        return Layer.of(decision.plan, index, tensors, after, **error_of(job, before, after, known.sample))
+        seen = statistics(index)
+        after = changed(job, choice, before, index, seen)
+        return Layer.of(job.plan, choice.spec(job.plan), index, tensors, after, **error_of(job, before, after, seen.sample))
 
     return make

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.errors import Failure
+from attention.spec import AttentionSpec
 from convert.families.names import Place
 from convert.planning.base import Plan
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
@@ -97,15 +98,15 @@ class Manifest:
         return self._unit_of[name].make(reader.__getitem__)[name]
 
 
-def manifest_of(plan: Plan, reader: Reader) -> Manifest:
-    """The manifest of a plan.
+def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:
+    """The manifest of a plan, for a result of these sizes.
 
     Raises:
         Failure: The source's headers do not match its config.
     """
     config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
     layout = plan.target.host.layout(plan.family)
-    sized = plan.target.host.sized(plan.source.raw, config, plan.target.spec)
+    sized = plan.target.host.sized(plan.source.raw, config, spec)
     _check_attention(plan, reader)
     layers = range(0 if plan.target.copies else plan.before.num_layers)
     layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}

@@ -8,16 +8,18 @@ from typing import Any
 
 from attention.calibrated import Calibrated
 from convert.execute.card import loading_of
-from convert.execute.deciding import Decision
+from convert.execute.deciding import Choice
 from convert.execute.manifest import Manifest
 from convert.output.card import metadata_of
 from convert.output.provenance import versions
+from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from eval.inputs.reader import Reader
 
 
 def provenance_of(
-    decision: Decision,
+    plan: Plan,
+    choice: Choice,
     reader: Reader,
     manifest: Manifest,
     layers: Sequence[dict[str, Any]],
@@ -27,19 +29,20 @@ def provenance_of(
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
     Args:
-        decision: How the layers were changed.
+        plan: The plan that was carried out.
+        choice: What its text has chosen.
         reader: Reads the source.
         manifest: The tensors that were written.
         layers: The notes of the converted layers.
         text: The calibration text, if there was one.
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
-    plan = decision.plan
-    before, after = plan.kv_bytes_per_token
+    spec = choice.spec(plan)
+    before, after = plan.kv_bytes_per_token(spec)
     return {
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
-        "kind": plan.target.spec.kind,
+        "kind": spec.kind,
         "method": plan.applied_method,
         "recipe": plan.recipe(),
         "kv_bytes_per_token": {
@@ -51,12 +54,12 @@ def provenance_of(
         "calibration_hash": text.tokens.hash if text else None,
         "calibration": _calibration(text) if text else None,
         **(calibrated.as_dict() if calibrated else {}),
-        **decision.found,
+        **(choice.facts() if plan.target.spec.kv_lora_rank and not plan.target.copies else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),
-        "loading": loading_of(plan),
+        "loading": loading_of(plan, spec),
         "metadata": metadata_of(
             plan.source.repository, [plan.target.command, *filter(None, [plan.applied_method])], plan.source.files
         ),

@@ -15,15 +15,16 @@ from transformers import AutoConfig
 
 from attention.record import Attention, Record
 from attention.rounded import rounding_cache
+from attention.spec import AttentionSpec
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import Decision
+from convert.execute.deciding import Choice
 from convert.execute.job import Job
-from convert.execute.layer import Layer, error_of
+from convert.execute.layer import Layer, changed, error_of
 from convert.execute.manifest import Manifest
 from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
@@ -32,14 +33,14 @@ from convert.planning.calibration import CalibrationText
 from eval.terminal.progress import stage
 
 
-def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> Callable[[int], Layer]:
+def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> Callable[[int], Layer]:
     """Convert all layers.
 
     Args:
         job: The conversion; its work directory keeps finished layers.
         text: The calibration: whether to refit, and the number of refinement steps.
         manifest: The other tensors of the result.
-        decision: How to change all layers.
+        choice: What all layers share.
 
     Returns:
         Maps a layer's index to the converted layer.
@@ -49,7 +50,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
         return partial(_get, shelf)
-    pair = _Pair.of(job, text, manifest, decision)
+    pair = _Pair.of(job, text, manifest, choice)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
@@ -57,7 +58,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
                 converted = _get(shelf, layer)
                 pair.teacher.advance(layer, keep=True)
             else:
-                converted = _converted(job, pair, decision, layer)
+                converted = _converted(job, pair, choice, layer)
                 shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
@@ -77,6 +78,7 @@ class _Pair:
 
     Attributes:
         plan: The plan that is carried out.
+        spec: The sizes of the result.
         text: The calibration text.
         layout: The layout of the result's tensors.
         biased: Whether its output projection has a bias, which may be fitted even if the source's has none.
@@ -85,6 +87,7 @@ class _Pair:
     """
 
     plan: Plan
+    spec: AttentionSpec
     text: CalibrationText
     layout: Family
     biased: bool
@@ -92,16 +95,16 @@ class _Pair:
     student: LayerStream
 
     @classmethod
-    def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
-        plan, work = decision.plan, job.work.steps
+    def of(cls, job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> _Pair:
+        plan, spec, work = job.plan, choice.spec(job.plan), job.work.steps
         layout = plan.target.host.layout(plan.family)
-        config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
+        config = AutoConfig.for_model(**plan.target.config(plan.source, spec, choice.rotary(plan)))
         read, infos = job.reader.__getitem__, job.reader.infos
         source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
         made = partial(manifest.read, job.reader)
-        cache = None if plan.rounding is None else rounding_cache(plan.rounding, plan.target.spec)
+        cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
         result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student", cache)
-        return cls(plan, text, layout, layout.traits(config).o_bias, source, result)
+        return cls(plan, spec, text, layout, layout.traits(config).o_bias, source, result)
 
     def begin(self, missing: int) -> int:
         """The last layer up to `missing` whose inputs exist for both models; else 0, whose inputs are made anew.
@@ -117,7 +120,7 @@ class _Pair:
 
     def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
         """The layer's attention in the result's layout, fp32."""
-        tensors = self.layout.join(record, self.plan.target.spec, layer)
+        tensors = self.layout.join(record, self.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
@@ -156,12 +159,10 @@ class _Pair:
         return fit.record()
 
 
-def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
-    change = decision.change
-    assert change is not None, "where nothing changes, there is no sequence"
+def _converted(job: Job, pair: _Pair, choice: Choice, layer: int) -> Layer:
     tensors, source = job.read_layer(layer)
     observed = pair.observed(layer, source, job.shows_attention)
-    after = change(source, layer, observed)
+    after = changed(job, choice, source, layer, observed)
     error = error_of(job, source, after, observed.sample)
     after, errors = pair.fitted(layer, after)
-    return Layer.of(pair.plan, layer, tensors, after, **error, **errors)
+    return Layer.of(pair.plan, pair.spec, layer, tensors, after, **error, **errors)

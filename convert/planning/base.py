@@ -24,9 +24,32 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import CacheOption, Engine
     from convert.output.destination import Output
-    from convert.planning.calibration import Calibration
-    from convert.planning.targets import LatentTarget, Target
+    from convert.planning.calibration import Calibration, CalibrationOptions
+    from convert.planning.targets import Target
     from eval.inputs.source import Source
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a conversion besides its target.
+
+    Attributes:
+        source: The checkpoint to convert.
+        output: Where the result goes.
+        calibration: The options for calibration text.
+        device: Where layers run and are changed, as on the command line.
+        seed: For what the model writes, and the order in which refinement takes blocks of text.
+        accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
+        accepts_a_copy: Whether the result may be the source itself.
+    """
+
+    source: Source
+    output: Output
+    calibration: CalibrationOptions
+    device: str = "auto"
+    seed: int = 0
+    accepts_any_loss: bool = False
+    accepts_a_copy: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,26 +57,38 @@ class Plan:
     """A validated conversion, as data.
 
     Attributes:
-        source: The checkpoint to convert.
-        family: The family that reads its attention.
+        request: What the user asks for.
+        family: The family that reads the source's attention.
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
-        output: Where the result goes.
-        device: Where layers run and are changed, as on the command line.
-        seed: For methods that draw numbers, and for the order in which refinement takes blocks of text.
         remarks: Notes for the user besides those of the target.
-        accepts_any_loss: Whether the user has asked for this method, or for any result.
     """
 
-    source: Source
+    request: Request
     family: Family
     target: Target
     calibration: Calibration | None
-    output: Output
-    device: str
-    seed: int
     remarks: tuple[str, ...] = ()
-    accepts_any_loss: bool = False
+
+    @property
+    def source(self) -> Source:
+        """The checkpoint to convert."""
+        return self.request.source
+
+    @property
+    def output(self) -> Output:
+        """Where the result goes."""
+        return self.request.output
+
+    @property
+    def device(self) -> str:
+        """Where layers run and are changed, as on the command line."""
+        return self.request.device
+
+    @property
+    def seed(self) -> int:
+        """For what the model writes, and the order in which refinement takes blocks of text."""
+        return self.request.seed
 
     @property
     def before(self) -> AttentionSpec:
@@ -65,11 +100,14 @@ class Plan:
         """The tokens of a sequence at which KV bytes per token count."""
         return self.source.longest_context
 
-    @property
-    def kv_bytes_per_token(self) -> tuple[float, float]:
-        """Of the source's cache, and of the result's."""
-        after = self.target.spec.bytes_per_token(self.cache_dtype, self.context)
-        return self.before.bytes_per_token(self.source.dtype, self.context), after
+    def sized(self, ranks: Sequence[int] | None) -> AttentionSpec:
+        """The sizes of the result, with the ranks that a text has chosen for its layers, if it has."""
+        return replace(self.target.spec, layer_ranks=tuple(ranks)) if ranks else self.target.spec
+
+    def kv_bytes_per_token(self, after: AttentionSpec) -> tuple[float, float]:
+        """Of the source's cache, and of that of a result with the sizes `after`."""
+        source = self.before.bytes_per_token(self.source.dtype, self.context)
+        return source, after.bytes_per_token(self.cache_dtype, self.context)
 
     @property
     def from_weights_alone(self) -> bool:
@@ -119,9 +157,9 @@ class Plan:
         """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
         return self.before.rotary_keys * rotary_dim(self.source, self.family) if self.target.spec.kv_lora_rank else 0
 
-    def config(self, rotary: Rotary | None) -> dict[str, Any]:
-        """The result's config.json; `rotary` is the rotary embedding of its RoPE key, if it has one."""
-        made, calibrated = self.target.config(self.source, rotary), self.calibrated
+    def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
+        made, calibrated = self.target.config(self.source, spec, rotary), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property
@@ -139,10 +177,6 @@ class Plan:
         """Notes for the user: the target's, then on windows, then the remarks, then the source's."""
         windows = self.before.window_note(self.context)
         return (*self.target.notes, *([windows] if windows else ()), *self.remarks, *self.source.notes)
-
-    def choosing(self, target: LatentTarget) -> Plan:
-        """The same plan with `target`, one of its target's splits."""
-        return replace(self, target=target)
 
     @property
     def layer_steps(self) -> tuple[str, ...]:
@@ -179,15 +213,16 @@ class Plan:
             }
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """The plan for `--json`: numbers stay numbers."""
-        target, before, held = self.target, self.before, self.kv_bytes_per_token
+    def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+        """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""
+        target, before, after = self.target, self.before, self.sized(ranks)
+        held = self.kv_bytes_per_token(after)
         return {
             "command": target.command,
             "model": self.source.reference,
             "family": self.family.model_type,
             "source": before.kind,
-            "target": target.spec.kind,
+            "target": after.kind,
             "query_heads": before.num_heads,
             "kv_heads_before": before.num_kv_heads,
             **target.facts(),
@@ -207,14 +242,14 @@ class Plan:
         }
 
 
-def require_change(plan: Plan) -> None:
-    """Refuse what would only copy its source.
+def require_change(plan: Plan) -> Plan:
+    """The plan, unless it would only copy its source, and the user does not accept a copy.
 
     Raises:
         Refusal: The result has the source's sizes, and its dtype.
     """
-    if not plan.target.copies or "cast" in plan.steps:
-        return
+    if not plan.target.copies or "cast" in plan.steps or plan.request.accepts_a_copy:
+        return plan
     reference, before = plan.source.reference, plan.before
     if before.kv_lora_rank:
         raise Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")

@@ -67,6 +67,7 @@ class LatentBounds:
         """Rank and rotary dims for `values` cached values per layer and token (see `budget.split_budget`)."""
         return split_budget(
             values,
+            values * self.before.num_layers / self.before.values_per_token,
             self.rotary_dim,
             self.rotary_keys,
             lambda rope_dim: self.with_reserved(self.full_rank(rope_dim)),

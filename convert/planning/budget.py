@@ -1,13 +1,20 @@
-"""Splits a KV budget into rank and rotary dims, and checks folds of frequencies. Pure arithmetic."""
+"""Splits a KV budget into a format, rank and rotary dims, and checks folds of frequencies. Pure arithmetic.
+
+The two tables were chosen on a model of 135M and one of 6M parameters, by nats and copying (docs/notes/fits.md).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from attention.errors import Refusal
 from attention.spec import RANK_STEP
 
+# By the least share of the values that the source caches: the rotary dims to keep, in those of one head.
+ROTARY = ((0.4, 0.5), (0.2, 0.25), (0.0, 0.125))
+# By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
+FORMATS = ((0.4, ("int8", "q8_0")), (0.125, ("int4", "q4_0")), (0.0, ("mixed", "int4", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
 
 
@@ -44,15 +51,16 @@ def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
     return (*ranks, full) if most == full > ranks[-1] and full % multiple == 0 else tuple(ranks)
 
 
-def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:
-    """Split a number of cached values per layer and token into rank and rotary dims.
+def split_budget(
+    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int
+) -> tuple[int, int]:
+    """Split a number of cached values per layer and token into rank and rotary dims, by `ROTARY`.
 
-    A quarter is rotary, rounded to a power-of-two share of one head's rotary dims, at most all of them: this is what published
-    conversions found best among two or three choices, and it keeps queries small enough for common kernels. Values beyond
-    full rank become rotary too.
+    Values beyond full rank become rotary, too.
 
     Args:
         values: R + P, at most.
+        share: Their share of the values that the source caches.
         rotary_dim: Rotary dims of one head; 0 without RoPE, and then P is 0.
         groups: KV heads of the source.
         full_rank: Maps rotary dims to the rank beyond which nothing is gained.
@@ -69,12 +77,24 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
         raise Refusal(
             f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
         )
-    rope_dim, most = rotary_dim, min(groups * rotary_dim, (values - least) // 2 * 2)
-    while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
+    rotary = next(rotary for above, rotary in ROTARY if share >= above)
+    rope_dim, most = max(key, int(rotary * rotary_dim) // 2 * 2), min(groups * rotary_dim, (values - least) // 2 * 2)
+    while rope_dim > 2 and values - rope_dim < max(least, values // 2):
         rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
     while rope_dim < most and values - rope_dim > full_rank(rope_dim):
         rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
     return served_rank(values - rope_dim, full_rank(rope_dim), values), rope_dim
+
+
+def format_of(share: float, stored: Container[str]) -> str | None:
+    """The format of `--cache-dtype auto` for a share of the source's cache, by `FORMATS`; None if none of them is stored.
+
+    Args:
+        share: The bytes of the result's cache over those of the source's.
+        stored: The formats that may be chosen.
+    """
+    formats = next(formats for above, formats in FORMATS if share >= above)
+    return next((form for form in formats if form in stored), None)
 
 
 def served_rank(rank: int, full_rank: int, values: int) -> int:

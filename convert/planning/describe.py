@@ -339,13 +339,14 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
 
 def plan_text(plan: Plan) -> str:
     """A planned conversion, for a terminal."""
-    return "\n".join([*_plan_lines(plan), *_said(plan.calibrated), f"would be written to {_where(plan)}"])
+    return "\n".join([*_plan_lines(plan, plan.target.spec), *_said(plan.calibrated), f"would be written to {_where(plan)}"])
 
 
 def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
     measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
-    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
+    lines = _plan_lines(plan, plan.sized(provenance.get("kv_lora_ranks")))
+    return "\n".join([*lines, *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
 
 
 def _said(calibrated: Calibrated | None) -> list[str]:
@@ -358,16 +359,16 @@ def _where(plan: Plan) -> str:
     return f"{plan.output.path}, loads in {host.loads_in} as {host.layout(plan.family).model_type}"
 
 
-def _plan_lines(plan: Plan) -> list[str]:
-    target, method, text = plan.target, plan.target.method, plan.calibration
-    (before, after), at = plan.kv_bytes_per_token, plan.before.at_context(plan.context)
+def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
+    method, text = plan.target.method, plan.calibration
+    (before, after), at = plan.kv_bytes_per_token(spec), plan.before.at_context(plan.context)
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
         how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
     return [
-        f"{plan.before.kind} → {target.spec.kind}, {how}",
+        f"{plan.before.kind} → {spec.kind}, {how}",
         *_steps_line(plan),
         f"KV cache: {before:.0f} → {after:.0f} bytes per token{at} ({after / before:.1%}, kept in {kept})",
         *plan.notes,
@@ -418,7 +419,7 @@ def plans_text(plans: Sequence[Plan]) -> str:
     rows = []
     for plan in plans:
         spec = plan.target.spec
-        before, after = plan.kv_bytes_per_token
+        before, after = plan.kv_bytes_per_token(spec)
         rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
     at = plans[0].before.at_context(plans[0].context)
     shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))

@@ -12,9 +12,19 @@ from convert.families.reading import require_proved
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
-from convert.output.destination import Output, check_output
-from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes, unfit
-from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.output.destination import check_output
+from convert.planning.base import (
+    Plan,
+    Request,
+    convertible,
+    host_of,
+    require_change,
+    require_stored,
+    stored_dtype,
+    text_notes,
+    unfit,
+)
+from convert.planning.calibration import calibration_for
 from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
@@ -29,35 +39,28 @@ if TYPE_CHECKING:
 
 
 def plan_grouped(
+    request: Request,
     command: str,
-    source: Source,
     groups: int,
     method: GroupedMethod,
-    seed: int,
-    device: str,
-    output: Output,
-    calibration: CalibrationOptions | None = None,
     output_class: str | None = None,
     cache_dtype: str | None = None,
 ) -> Plan:
     """Plan a conversion to `groups` KV heads.
 
     Args:
+        request: What the user asks for besides.
         command: "gqa", which has the option `--groups`, or "mqa", which has not.
-        source: The checkpoint to convert.
         groups: KV heads of the result.
         method: One of `methods.GROUPED`.
-        seed: For what the model writes, and the order in which refinement takes blocks of text.
-        device: As on the command line.
-        output: Where the result goes.
-        calibration: The user's calibration options.
         output_class: One of CLASSES, or None for the first that can carry the result.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights.
 
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    require_device(device)
+    source, output, device = request.source, request.output, compute_device(request.device)
+    require_device(request.device)
     family = convertible(source)
     before = family.spec(source.config)
     spec = before.grouped(groups)
@@ -76,7 +79,7 @@ def plan_grouped(
     traits = family.traits(source.config)
     if changes and not behind:
         _check_clip(source, method, traits, cache_dtype)
-    text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
+    text = calibration_for(source, method, request.calibration, methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     if spec == before and changes and text is None:
         raise Refusal(
@@ -93,20 +96,11 @@ def plan_grouped(
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         notes = (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
         remarks = ("the calibration text is not used",) if text else ()
-    target = GroupedTarget(
-        command,
-        _options(command, groups, output_class),
-        before,
-        spec,
-        method,
-        host,
-        notes,
-        cache_dtype,
-    )
+    options = _options(command, groups, output_class)
+    target = GroupedTarget(command, options, before, spec, method, host, notes, cache_dtype)
     text = None if target.copies else text  # a copy needs no calibration
-    require_room_to_write(source, text, compute_device(device))
-    text = with_default_healing(source, text, compute_device(device))
-    return Plan(source, family, target, text, output, device, seed, remarks)
+    require_room_to_write(source, text, device)
+    return require_change(Plan(request, family, target, with_default_healing(source, text, device), remarks))
 
 
 def _options(command: str, groups: int, output_class: str | None) -> dict[str, Any]:

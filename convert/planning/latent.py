@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from convert import methods
@@ -12,53 +12,48 @@ from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
-from convert.output.destination import Output
-from convert.planning.base import Plan, convertible, host_of, require_stored, stored_dtype, text_notes
+from convert.output.destination import check_output
+from convert.planning.base import (
+    Plan,
+    Request,
+    convertible,
+    host_of,
+    require_change,
+    require_stored,
+    stored_dtype,
+    text_notes,
+)
 from convert.planning.bounds import LatentBounds, smallest_latent
-from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.planning.calibration import calibration_for
 from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
-from convert.planning.sizes import AUTO, LatentRequest, Sizing
+from convert.planning.sizes import AUTO, LatentSize, Sizing
 from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
     from convert.families import Family
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import Calibration
+    from convert.planning.calibration import Calibration, CalibrationOptions
     from convert.planning.targets import LatentTarget
     from eval.inputs.source import Source
 
 
-def plan_latent(
-    source: Source,
-    size: LatentRequest,
-    method: LatentMethod,
-    calibration: CalibrationOptions,
-    device: str,
-    output: Output,
-    seed: int = 0,
-) -> Plan:
+def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Plan:
     """Plan a conversion to multi-head latent attention.
 
     Args:
-        source: The checkpoint to convert.
+        request: What the user asks for besides.
         size: Rank and rotary dims, or a budget.
         method: One of `methods.LATENT`.
-        calibration: The user's calibration options.
-        device: As on the command line.
-        output: Where the result goes.
-        seed: For what the model writes, and the order in which refinement takes blocks of text.
 
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    from convert.output.destination import check_output
-
-    require_device(device)
+    source, output, device = request.source, request.output, compute_device(request.device)
+    require_device(request.device)
     family = convertible(source)
     if isinstance(family, NormalisedLatent):
         raise Refusal(
@@ -77,23 +72,19 @@ def plan_latent(
     require_held(bounds.host, family, source, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    sizing = Sizing(bounds, method, engine, dtype)
-    targets = sizing.targets(size)
+    target = Sizing(bounds, method, engine, dtype).target(size)
     if engine:
-        targets = _checked(engine, bounds, targets)
+        target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _text(source, method, calibration, bounds.host, size)
+    text = _text(source, method, request.calibration, bounds.host, size)
     remarks = text_notes(method, text, family.traits(source.config).behind_projections)
-    if targets[0].copies:
-        target, text, remarks = targets[0], None, ["the calibration text is not used"] if text else []
-    else:
-        target = _with_choices(sizing, size, targets, text)
-    require_room_to_write(source, text, compute_device(device))
-    text = with_default_healing(source, text, compute_device(device))
-    return Plan(source, family, target, text, output, device, seed, tuple(remarks))
+    if target.copies:
+        text, remarks = None, ["the calibration text is not used"] if text else []
+    require_room_to_write(source, text, device)
+    return require_change(Plan(request, family, target, with_default_healing(source, text, device), tuple(remarks)))
 
 
-def _host(source: Source, family: Family, size: LatentRequest, engine: Engine | None) -> Host:
+def _host(source: Source, family: Family, size: LatentSize, engine: Engine | None) -> Host:
     """The first output class that carries a latent of the source."""
     smallest = smallest_latent(source, family, before := family.spec(source.config))
     if size.per_layer_ranks:
@@ -102,26 +93,18 @@ def _host(source: Source, family: Family, size: LatentRequest, engine: Engine | 
     return host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
 
 
-def _checked(engine: Engine, bounds: LatentBounds, targets: list[LatentTarget]) -> list[LatentTarget]:
-    """The targets, with what the engine's user should know of the first; refused if the engine does not run them."""
-    for target in targets:
-        require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
-    first, *others = targets
-    _check_engine(engine, bounds.host, bounds.family, first.spec, bounds.source.config)
+def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
+    """The target, with what the engine's user should know of it; refused if the engine does not run it."""
+    require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
+    objection = engine.objection(bounds.host, bounds.family, target.spec, bounds.source.config)
+    if objection is not None:
+        raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
     note = engine.note(bounds.before)
-    return [replace(first, notes=(*first.notes, note)) if note else first, *others]
-
-
-def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec, config: Any) -> None:
-    """Refuse what the engine does not run."""
-    objection = engine.objection(host, family, spec, config)
-    if objection is None:
-        return
-    raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
+    return replace(target, notes=(*target.notes, note)) if note else target
 
 
 def _text(
-    source: Source, method: LatentMethod, calibration: CalibrationOptions, host: Host, size: LatentRequest
+    source: Source, method: LatentMethod, calibration: CalibrationOptions, host: Host, size: LatentSize
 ) -> Calibration | None:
     """The calibration text, if the conversion has one."""
     if host.portable:
@@ -131,26 +114,3 @@ def _text(
     if size.per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return text
-
-
-def _with_choices(sizing: Sizing, size: LatentRequest, targets: list[LatentTarget], text: Calibration | None) -> LatentTarget:
-    """The first target, with all that the text chooses among."""
-    target, *others = targets
-    if others and text is None:
-        raise Refusal(
-            "--cache-dtype auto needs calibration text, by which it chooses", hint="leave out --no-text, or name a format"
-        )
-    if text is None or size.kv_lora_rank is not None or not sizing.chosen_by_text:
-        return target
-    if not target.spec.qk_rope_head_dim and not others:
-        return target
-    note = "the search starts from this split of the cache; the text decides the split, one for all layers"
-    if others:
-        note = f"the text decides the format, among {_listed(targets, sizing.dtype)}, and then the split of the cache"
-    splits = tuple(split for start in targets for split in sizing.splits(start, size))
-    return replace(target, splits=splits, notes=(*target.notes, note))
-
-
-def _listed(targets: list[LatentTarget], dtype: str) -> str:
-    named = [f"{target.cache_dtype or dtype} at {target.spec.kind}" for target in targets]
-    return f"{', '.join(named[:-1])} and {named[-1]}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from attention.errors import Refusal
 from attention.formats import format_named, rounding_of
 from attention.spec import RANK_STEP
-from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
+from convert.hosts.engines import ENGINES, storing
+from convert.planning.budget import check_fold, default_fold, format_of, layer_ranks
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
@@ -20,18 +21,10 @@ if TYPE_CHECKING:
     from convert.planning.bounds import LatentBounds
 
 AUTO = "auto"
-_TRIED = (
-    "fp8",
-    "int8",
-    "int4",
-    "int3",
-    "int2",
-    "mixed",
-)  # formats that --cache-dtype auto tries beside the dtype of the weights
 
 
 @dataclass(frozen=True)
-class LatentRequest:
+class LatentSize:
     """The size of a latent that the user asks for: rank and rotary dims, or a budget.
 
     Attributes:
@@ -44,7 +37,7 @@ class LatentRequest:
         portable: Whether engines' own DeepSeek classes have to run the result.
         per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
-            that keeps most at a budget.
+            of `budget.FORMATS`.
     """
 
     kv_lora_rank: int | None = None
@@ -74,31 +67,28 @@ class Sizing:
     engine: Engine | None
     dtype: str
 
-    def targets(self, request: LatentRequest) -> list[LatentTarget]:
-        """The target of a request; for `--cache-dtype auto`, one for each format in which the budget holds any latent.
+    def target(self, request: LatentSize) -> LatentTarget:
+        """The target of a request.
 
         Raises:
             Refusal: There is none, or the source has that size already.
         """
         padded = request.pad_rank or (self._few_sizes and request.kv_lora_rank is None)
-        found = [self._target(replace(whole, pad_rank=padded)) for whole in self._whole(request)]
-        changed = [target for target in found if not _is_unchanged(target)]
-        if not changed:
-            reference, target = self.bounds.source.reference, found[0]
+        by_rule = request.cache_dtype == AUTO
+        if by_rule:
+            request = replace(request, cache_dtype=self._format(request))
+        rank, rope_dim = self._numbers(request)
+        target = self._target(replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded))
+        if by_rule:
+            target = replace(target, notes=(*target.notes, self._format_note(target)))
+        if target.copies and rounding_of(target.cache_dtype) is not None:
+            reference = self.bounds.source.reference
             raise Refusal(
                 f"{reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
                 hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or "
                 "give a smaller size",
             )
-        return changed
-
-    def splits(self, start: LatentTarget, request: LatentRequest) -> Iterator[LatentTarget]:
-        """A target and its alternatives: as many bytes or a few less, with a quarter of to twice its rotary dims."""
-        wanted = replace(request, pad_rank=False, cache_dtype=start.cache_dtype)
-        for rank, rope_dim in self._alternatives(start):
-            target = self._target(replace(wanted, kv_lora_rank=rank, qk_rope_head_dim=rope_dim))
-            if not _is_unchanged(target):
-                yield target
+        return target
 
     @property
     def context(self) -> int:
@@ -106,43 +96,45 @@ class Sizing:
         return self.bounds.source.longest_context
 
     @property
-    def chosen_by_text(self) -> bool:
-        """Whether the text chooses among splits of a budget: no folds of frequencies and no engine limit the sizes."""
-        return not self.method.folds and not self._few_sizes
-
-    @property
     def _few_sizes(self) -> bool:
         """Whether the engine takes a few sizes only."""
         return self.engine is not None and bool(self.engine.latents)
 
-    def _whole(self, request: LatentRequest) -> list[LatentRequest]:
-        """The request with both numbers; for `--cache-dtype auto`, one for each format of which the budget holds any."""
-        if request.cache_dtype != AUTO:
-            rank, rope_dim = self._numbers(request)
-            return [replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim)]
+    def _format(self, request: LatentSize) -> str | None:
+        """The format of `--cache-dtype auto`."""
         if request.kv_share is None and request.kv_bytes is None:
             raise Refusal(
                 "--cache-dtype auto chooses the format of a budget",
                 hint="give --kv-budget, or name a format with --cache-dtype",
             )
-        if not self.chosen_by_text:
-            what = f"--engine {self.engine.name}" if self.engine and self._few_sizes else f"method {self.method.name}"
-            raise Refusal(
-                f"--cache-dtype auto chooses a format by what the text says of several latents, and {what} allows one only",
-                hint="use --method weighted and no engine, or name a format",
-            )
-        found, refusals = [], []
-        stored = _TRIED if self.engine is None else [cache.form for cache in self.engine.caches if cache.tried]
-        for form in (None, *stored):
-            try:
-                found += self._whole(replace(request, cache_dtype=form))
-            except Refusal as refusal:
-                refusals.append(refusal)
-        if not found:
-            raise refusals[-1]
-        return found
+        budget, whole = self._budget(request)
+        stored = [cache.form for cache in (self.engine or ENGINES["transformers"]).caches if cache.tried]
+        if self.bounds.host.portable:
+            stored = [form for form in stored if not format_named(form).classes]
+        return format_of(budget / whole, stored)
 
-    def _numbers(self, request: LatentRequest) -> tuple[int, int]:
+    def _format_note(self, target: LatentTarget) -> str:
+        """What runs the format that `--cache-dtype auto` stands for."""
+        form, bounds = target.cache_dtype, self.bounds
+        if form is None:
+            return f"--cache-dtype auto is {self.dtype}: no format of fewer bits was tried with that engine"
+        engines = storing(bounds.host, bounds.family, target.spec, form, bounds.source.config)
+        return f"--cache-dtype auto is {form} at this budget, which runs in {' and '.join(engines)}"
+
+    def _budget(self, request: LatentSize) -> tuple[float, float]:
+        """The bytes per token of a budget, and those of the source's cache."""
+        source, before = self.bounds.source, self.bounds.before
+        whole = before.bytes_per_token(source.dtype, self.context)
+        budget: float = (request.kv_share or 0.0) * whole if request.kv_bytes is None else request.kv_bytes
+        budget = int(budget) if isinstance(whole, int) else budget
+        if budget > whole:
+            at = before.at_context(self.context)
+            raise Refusal(
+                f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
+            )
+        return budget, whole
+
+    def _numbers(self, request: LatentSize) -> tuple[int, int]:
         """R and P, as given or of a budget."""
         given = (request.kv_lora_rank, request.qk_rope_head_dim)
         rotates = self.bounds.rotary_dim > 0
@@ -157,15 +149,7 @@ class Sizing:
                 "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
                 hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
             )
-        source, before = self.bounds.source, self.bounds.before
-        share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype, self.context)
-        budget: float = share * whole if request.kv_bytes is None else request.kv_bytes
-        budget = int(budget) if isinstance(whole, int) else budget
-        if budget > whole:
-            at = before.at_context(self.context)
-            raise Refusal(
-                f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
-            )
+        budget, _ = self._budget(request)
         return self._of_budget(budget, request.cache_dtype or self.dtype)
 
     def _of_budget(self, budget: float, form: str) -> tuple[int, int]:
@@ -205,24 +189,7 @@ class Sizing:
         held = self.bounds.before.latent(rank, kept).bytes_per_token(form, self.context)
         return (rank, kept) if held <= budget else None
 
-    def _alternatives(self, start: LatentTarget) -> list[tuple[int, int]]:
-        """R and P of each split."""
-        bounds, spec, form = self.bounds, replace(start.spec, layer_ranks=None), start.cache_dtype or self.dtype
-        kept = spec.qk_rope_head_dim
-        values = (spec.kv_lora_rank or 0) + kept
-        found: list[tuple[int, int]] = []
-        budget, step = spec.bytes_per_token(form, self.context), format_named(form).multiple
-        for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
-            rank, full = values - rope_dim, bounds.full_rank(rope_dim)
-            channels = rank - bounds.host.reserved(rank) if rank > 0 else 0
-            if rope_dim % step == 0 and 2 <= rope_dim <= bounds.most_rotary_dims and 1 <= channels <= full:
-                # Groups of values that share a scale are filled differently by another split.
-                served = (served_rank(most, bounds.with_reserved(full), values) for most in range(rank, 0, -1))
-                fitting = (self._within(one, rope_dim, budget, form) for one in served)
-                found += next(([split] for split in fitting if split), [])
-        return found or [(spec.kv_lora_rank or 0, kept)]
-
-    def _target(self, request: LatentRequest) -> LatentTarget:
+    def _target(self, request: LatentSize) -> LatentTarget:
         """The target of a request that has both numbers."""
         bounds, host, before = self.bounds, self.bounds.host, self.bounds.before
         rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
@@ -324,11 +291,6 @@ class Sizing:
         held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
         if held >= self.bounds.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"
-
-
-def _is_unchanged(target: LatentTarget) -> bool:
-    """Whether a latent for a format has the source's own size, so that nothing is made for it."""
-    return target.copies and rounding_of(target.cache_dtype) is not None
 
 
 def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:

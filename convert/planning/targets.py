@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attention.formats import rounding_of
@@ -53,9 +53,9 @@ class GroupedTarget:
         """The sizes of the result, for `--json`."""
         return {"kv_heads_after": self.spec.num_kv_heads}
 
-    def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
-        """The new config.json."""
-        return self.host.config(source.raw, source.config, self.spec, rotary)
+    def config(self, source: Source, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """The new config.json; `spec` has the sizes of the result."""
+        return self.host.config(source.raw, source.config, spec, rotary)
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """As of `LatentTarget`."""
@@ -76,7 +76,6 @@ class LatentTarget:
         freqfold: How many neighbouring frequencies count as one.
         pad_rank: Whether channels beyond full rank were asked for.
         ranks: The ranks among which the text chooses one for each layer. Empty if all layers have one rank.
-        splits: Targets with the same cache size, this one included, among which the text decides. Empty if there is no choice.
         notes: Notes for the user.
         cache_dtype: As of `GroupedTarget`.
     """
@@ -89,7 +88,6 @@ class LatentTarget:
     freqfold: int = 1
     pad_rank: bool = False
     ranks: tuple[int, ...] = ()
-    splits: tuple[LatentTarget, ...] = ()
     notes: tuple[str, ...] = ()
     cache_dtype: str | None = None
 
@@ -117,9 +115,9 @@ class LatentTarget:
         """The sizes of the result, for `--json`."""
         return {**self.recipe(), "latent_channels": self.channels}
 
-    def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
-        """The new config.json; `rotary` is the rotary embedding of its rotary key."""
-        return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, self.spec, rotary)
+    def config(self, source: Source, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """As of `GroupedTarget`; `rotary` is the rotary embedding of its RoPE key."""
+        return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, spec, rotary)
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """The steps that follow the method in each layer, in order, by their names in `convert.execute.steps`.
@@ -147,10 +145,6 @@ class LatentTarget:
             rotary_keys=self.before.rotary_keys,
             ladder=self.host.portable,
         )
-
-    def with_ranks(self, layer_ranks: tuple[int, ...]) -> LatentTarget:
-        """The same target with the ranks of its layers chosen."""
-        return replace(self, spec=replace(self.spec, layer_ranks=layer_ranks))
 
 
 Target = GroupedTarget | LatentTarget

@@ -43,7 +43,7 @@ def plan_of(source: Path, **changes: Any) -> Any:
     method = SimpleNamespace(text="used")
     given = {
         "calibration": None,
-        "accepts_any_loss": False,
+        "request": SimpleNamespace(accepts_any_loss=False),
         "seed": 0,
         "target": SimpleNamespace(method=method),
         "rounding": None,
@@ -75,7 +75,7 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
     assert caught.value.exit_code == 3
     assert "--resume --force" in str(caught.value.hint)
     assert warned() == []
-    found = checked(plan_of(source, accepts_any_loss=True), ruined, [], CPU, tmp_path, silent)
+    found = checked(plan_of(source, request=SimpleNamespace(accepts_any_loss=True)), ruined, [], CPU, tmp_path, silent)
     assert found is not None
     assert found["texts"][0]["loss_nats"] > 5
     (said,) = warned()
@@ -238,7 +238,7 @@ def test_other_shares_are_another_conversion(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.layers.decide", stopped)
+        patch.setattr("convert.execute.layers.choose", stopped)
         assert convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1").exit_code == 130
     other = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume")
     assert other.exit_code == 2

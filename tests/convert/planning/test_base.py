@@ -17,12 +17,12 @@ from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, convertible, host_of, readable, text_notes
+from convert.planning.base import Plan, Request, convertible, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.describe import inspection
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.loading import load
 from eval.inputs.source import Source
@@ -33,8 +33,12 @@ TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
 
 
 def mla(source: Source, output: Output, text: CalibrationOptions | None = None) -> Plan:
-    size = LatentRequest(24, 8)
-    return plan_latent(source, size, load_latent("weighted"), text or CalibrationOptions(), "cpu", output)
+    request = Request(source, output, text or CalibrationOptions(), "cpu")
+    return plan_latent(request, LatentSize(24, 8), load_latent("weighted"))
+
+
+def grouped(source: Source, output: Output, command: str = "gqa", groups: int = 2) -> Plan:
+    return plan_grouped(Request(source, output, CalibrationOptions(), "cpu"), command, groups, load_grouped("mean"))
 
 
 # ---- what a plan says ----------------------------------------------------------------------------------------------
@@ -60,7 +64,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     [(5 * 10**9, "5GB"), (20_000, "20KB"), (1, "1B"), (1_000_001, "1000001B"), (1_500_000_000, "1500MB"), (10**12, "1000GB")],
 )
 def test_the_size_of_shards_is_exact(size: int, text: str, source: Sources, output: Output) -> None:
-    plan = plan_grouped("mqa", source(), 1, load_grouped("mean"), 0, "cpu", Output(output.path, max_shard_size=size))
+    plan = grouped(source(), Output(output.path, max_shard_size=size), "mqa", 1)
     assert plan.recipe()["mqa"]["max_shard_size"] == text
 
 
@@ -77,7 +81,7 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
     assert found.items() >= expected.items()
     assert found["calibration"]["refine"] == 3
     assert found["notes"] == list(plan.notes)
-    own = plan_grouped("gqa", source("qwen3"), 2, load_grouped("mean"), 0, "cpu", output).as_dict()
+    own = grouped(source("qwen3"), output).as_dict()
     assert (own["model_type"], own["kv_heads_after"], own["calibration"]) == ("qwen3", 2, None)
 
 

@@ -20,6 +20,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
+from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import (
     _check_lines,
@@ -34,7 +35,7 @@ from convert.planning.describe import (
 )
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
@@ -180,17 +181,22 @@ def test_a_target_without_a_class_has_a_reason() -> None:
     assert "kvfold: loads in transformers, with kvfold's code; where kvfold is installed, vLLM 0.32" in " ".join(shown)
 
 
+def merged(source: Source, output: Output) -> Plan:
+    return plan_grouped(Request(source, output, CalibrationOptions(), "cpu"), "gqa", 2, load_grouped("mean"))
+
+
+def factored(source: Source, output: Output, size: LatentSize) -> Plan:
+    return plan_latent(Request(source, output, CalibrationOptions(), "cpu"), size, load_latent("svd"))
+
+
 def test_plans_in_words(source: Sources, output: Output) -> None:
-    latent = plan_latent(
-        source("deepseek_v3"), LatentRequest(12, 8), load_latent("svd"), CalibrationOptions(), "cpu",
-        Output(output.path, "bfloat16"),
-    )  # fmt: skip
+    latent = factored(source("deepseek_v3"), Output(output.path, "bfloat16"), LatentSize(12, 8))
     text = plan_text(latent).splitlines()
     assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
     assert text[1] == "steps: svd → scale → cast to bfloat16"
     assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
-    grouped = plan_grouped("gqa", source(), 2, load_grouped("mean"), 0, "cpu", output)
+    grouped = merged(source(), output)
     assert conversion_text(grouped, {}).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
     table = plans_text([grouped, latent])
     assert "GQA-2" in table
@@ -214,7 +220,7 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
         assert found["targets"][0]["kv_bytes"] == 2 * (2 * min(19, context) + context) * row
         assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
         assert ("notes" in found) == (context > 19)
-    grouped = plan_grouped("gqa", made, 2, load_grouped("mean"), 0, "cpu", output)
+    grouped = merged(made, output)
     text = plan_text(grouped).splitlines()
     assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
     assert NOTE in text
@@ -223,16 +229,12 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
     # A share of each layer, as without windows; bytes are those of all positions.
     whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
     for share in (0.5, 0.3, 0.25):
-        specs = [
-            plan_latent(one, LatentRequest(kv_share=share), load_latent("svd"), CalibrationOptions(), "cpu", output).target.spec
-            for one in (made, whole)
-        ]
+        specs = [factored(one, output, LatentSize(kv_share=share)).target.spec for one in (made, whole)]
         assert (specs[0].kv_lora_rank, specs[0].windows) == (specs[1].kv_lora_rank, (20, None, 20))
-    size = LatentRequest(kv_bytes=166)
-    spec = plan_latent(made, size, load_latent("svd"), CalibrationOptions(), "cpu", output).target.spec
+    spec = factored(made, output, LatentSize(kv_bytes=166)).target.spec
     assert spec.bytes_per_token("float32", 128) == 166
     with pytest.raises(Refusal, match=r"of 333 bytes per token exceeds the 332 of .* at 128 tokens: nothing to save"):
-        plan_latent(made, LatentRequest(kv_bytes=333), load_latent("svd"), CalibrationOptions(), "cpu", output)
+        factored(made, output, LatentSize(kv_bytes=333))
 
 
 # ---- by commands ---------------------------------------------------------------------------------------------------

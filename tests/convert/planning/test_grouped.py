@@ -14,7 +14,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.methods import load_grouped
 from convert.output.destination import Output
-from convert.planning.base import Plan
+from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.targets import GroupedTarget
@@ -31,7 +31,8 @@ Logits = Callable[..., torch.Tensor]
 def planned(
     source: Source, output: Output, groups: int = 2, command: str = "gqa", method: str = "mean", **changes: Any
 ) -> Plan:
-    return plan_grouped(command, source, groups, load_grouped(method), 7, "cpu", output, **changes)
+    request = Request(source, output, changes.pop("calibration", CalibrationOptions()), "cpu", 7)
+    return plan_grouped(request, command, groups, load_grouped(method), **changes)
 
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:

@@ -15,11 +15,11 @@ from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
 from convert.methods import load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan
+from convert.planning.base import Plan, Request
 from convert.planning.bounds import LatentBounds
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from convert.planning.targets import LatentTarget
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
@@ -29,7 +29,8 @@ TEXT = CalibrationOptions(texts_of("some.txt", None))
 
 
 def planned(source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, **size: Any) -> Plan:
-    return plan_latent(source, LatentRequest(**size), load_latent(method), text or CalibrationOptions(), "cpu", output, 7)
+    request = Request(source, output, text or CalibrationOptions(), "cpu", 7)
+    return plan_latent(request, LatentSize(**size), load_latent(method))
 
 
 def target(*args: Any, **size: Any) -> LatentTarget:
@@ -56,7 +57,7 @@ def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, outpu
     assert (plan.source, plan.output, plan.seed, plan.calibration) == (made, output, 7, None)
     assert plan.before == found.before == AttentionSpec(3, 8, 4, 8)
     assert found.spec == AttentionSpec(3, 8, 8, 8, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
-    assert (found.channels, found.freqfold, found.copies, found.splits) == (15, 1, False, ())
+    assert (found.channels, found.freqfold, found.copies) == (15, 1, False)
     assert found.notes == ("15 of 16 latent channels carry keys and values; 1 holds a constant for the norm of deepseek_v3",)
 
 
@@ -123,40 +124,6 @@ def test_a_budget_is_counted_in_what_is_written(
     assert found.spec.bytes_per_token(dtype or "float32") <= share * 768
 
 
-def test_a_budget_with_text_is_a_choice_of_splits(source: Sources, output: Output) -> None:
-    made = source(num_key_value_heads=8)
-    plan = planned(made, output, "weighted", TEXT, kv_share=0.5)
-    found = plan.target
-    assert isinstance(found, LatentTarget)
-    assert found.notes[-1] == "the search starts from this split of the cache; the text decides the split, one for all layers"
-    sizes = [(split.spec.kv_lora_rank, split.spec.qk_rope_head_dim) for split in found.splits]
-    assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) in sizes
-    assert sizes == sorted(sizes, key=lambda size: size[1])
-    assert len({rope for _, rope in sizes}) == len(sizes) > 3
-    most = found.spec.values_per_token
-    for split in found.splits:
-        assert 0.9 * most <= split.spec.values_per_token <= most
-        assert (split.method, split.host, split.before, split.splits) == (found.method, found.host, found.before, ())
-        assert split.channels == split.spec.kv_lora_rank - HOST.reserved(split.spec.kv_lora_rank)
-    chosen = plan.choosing(found.splits[0])
-    assert chosen.target is found.splits[0]
-    assert chosen.source is plan.source
-
-
-@pytest.mark.parametrize(
-    ("method", "text", "size"),
-    [
-        ("weighted", TEXT, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}), ("weighted", None, {"kv_share": 0.5}),
-        ("pca", TEXT, {"kv_share": 0.5}),
-    ],
-    ids=["a size", "no text", "a method that folds"],
-)  # fmt: skip
-def test_otherwise_there_is_no_choice(
-    method: str, text: CalibrationOptions | None, size: dict[str, Any], source: Sources, output: Output
-) -> None:
-    assert target(source(), output, method, text, **size).splits == ()
-
-
 @pytest.mark.parametrize(("rope", "fold"), [(8, 1), (4, 2), (2, 4), (16, 1), (12, 2)])
 def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, source: Sources, output: Output) -> None:
     found = target(source(), output, "pca", TEXT, kv_lora_rank=16, qk_rope_head_dim=rope)
@@ -195,7 +162,7 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made, None) == made.raw
+        assert plan.target.config(made, plan.target.spec, None) == made.raw
 
 
 def test_a_copy_in_another_dtype_is_not_called_one_of_bits(source: Sources, output: Output) -> None:
@@ -219,7 +186,9 @@ def test_a_smaller_latent_is_planned_like_any_other(
     assert LatentBounds(made, family_of("deepseek_v3"), HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
-    config = found.config(made, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved"))
+    config = found.config(
+        made, found.spec, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved")
+    )
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 
@@ -240,12 +209,10 @@ def test_a_latent_that_is_no_smaller_is_refused(size: dict[str, Any], message: s
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: float, source: Sources, output: Output) -> None:
-    found = target(source("deepseek_v3"), output, "weighted", TEXT, kv_share=share)
-    assert found.splits
-    for split in found.splits:
-        assert split.spec.bytes_per_token("float32") <= share * 288
-        assert split.spec.qk_rope_head_dim <= 8
-        assert split.spec.qk_nope_head_dim == (12 if split.spec.qk_rope_head_dim == 8 else 20)
+    spec = target(source("deepseek_v3"), output, "weighted", TEXT, kv_share=share).spec
+    assert spec.bytes_per_token("float32") <= share * 288
+    assert spec.qk_rope_head_dim <= 8
+    assert spec.qk_nope_head_dim == (12 if spec.qk_rope_head_dim == 8 else 20)
 
 
 def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
@@ -284,14 +251,6 @@ def test_a_latent_beyond_full_rank_is_filled_up_for_an_engine(source: Sources, o
     assert (found.channels, found.pad_rank) == (256, True)  # the width
     assert "255 are zero" in found.notes[0]
     assert found.recipe()["pad_rank"] is True
-
-
-def test_for_an_engine_the_text_has_no_splits_to_choose_from(source: Sources, output: Output) -> None:
-    made = source(**WIDE | {"hidden_size": 1024})
-    plan = planned(made, replace(output, engine="vllm"), "weighted", TEXT, kv_share=0.4)
-    assert isinstance(plan.target, LatentTarget)
-    assert plan.target.splits == ()
-    assert plan.recipe()["mla"].items() >= {"engine": "vllm", "kv_lora_rank": 256, "qk_rope_head_dim": 64}.items()
 
 
 def test_what_an_engine_does_not_take_is_refused(source: Sources, output: Output) -> None:
@@ -347,26 +306,35 @@ def test_a_latent_of_the_sources_size_is_not_made_for_a_format(source: Sources, 
     assert "convert heal" in str(refusal.hint)
 
 
-def test_for_an_engine_only_formats_that_it_stores_are_tried(source: Sources, output: Output) -> None:
-    made, where = source(hidden_size=256, head_dim=64), replace(output, engine="llama.cpp")
-    found = target(made, where, "weighted", TEXT, kv_share=0.4, cache_dtype="auto", portable=True)
-    assert {split.cache_dtype for split in found.splits} == {None, "q8_0", "q4_0"}
-
-
 def test_sizes_that_a_format_does_not_take_are_refused(source: Sources, output: Output) -> None:
     refusal = refused(source(), output, kv_lora_rank=15, qk_rope_head_dim=8, cache_dtype="int4")
     assert str(refusal) == "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"
 
 
-def test_the_text_chooses_among_formats(source: Sources, output: Output) -> None:
-    plan = planned(source(head_dim=32), output, "weighted", TEXT, kv_share=0.125, cache_dtype="auto")
-    found = plan.target
-    assert isinstance(found, LatentTarget)
-    assert {split.cache_dtype for split in found.splits} == {None, "fp8", "int8", "int4", "int3", "int2", "mixed"}
-    budget = plan.before.bytes_per_token(plan.source.dtype) / 8
-    for split in found.splits:
-        assert split.spec.bytes_per_token(split.cache_dtype or plan.source.dtype) <= budget
-    assert any("the text decides the format" in note for note in plan.notes)
+@pytest.mark.parametrize(
+    ("share", "changes", "form", "engines"),
+    [
+        (0.5, {}, "int8", "transformers"),
+        (0.146, {}, "int4", "transformers"),
+        (0.1, {}, "mixed", "transformers"),
+        (0.1, {"portable": True}, "int4", "transformers"),
+        (0.146, {"portable": True, "engine": "llama.cpp"}, "q4_0", "transformers and llama.cpp"),
+    ],
+)
+def test_a_budget_has_a_format_by_rule(
+    share: float, changes: dict[str, Any], form: str, engines: str, source: Sources, output: Output
+) -> None:
+    where = replace(output, engine=changes.pop("engine", None))
+    plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **changes)
+    assert plan.cache_dtype == form
+    assert plan.target.spec.bytes_per_token(form) <= share * plan.before.bytes_per_token(plan.source.dtype)
+    assert f"--cache-dtype auto is {form} at this budget, which runs in {engines}" in plan.notes
+
+
+def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sources, output: Output) -> None:
+    plan = planned(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
+    assert plan.cache_dtype == "float32"
+    assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
 
 def test_a_portable_result_has_no_channels_of_fewer_bits(source: Sources, output: Output) -> None:
@@ -375,23 +343,15 @@ def test_a_portable_result_has_no_channels_of_fewer_bits(source: Sources, output
     assert "a portable result cannot be made for mixed: its norm reads all channels" in str(error)
 
 
-def test_auto_needs_a_method_that_tries_several_sizes(source: Sources, output: Output) -> None:
-    error = refused(source(), output, "pca", TEXT, kv_share=0.5, cache_dtype="auto")
-    assert "by what the text says of several latents, and method pca allows one only" in str(error)
-
-
 @pytest.mark.parametrize(
-    ("size", "text", "message"),
+    ("size", "message"),
     [
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8}, TEXT, "--cache-dtype auto chooses the format of a budget"),
-        ({"kv_share": 0.25}, CalibrationOptions(no_text=True), "--cache-dtype auto needs calibration text"),
-        ({"kv_bytes": 3}, TEXT, "a budget of 3 bytes per token is too small for any rank"),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8}, "--cache-dtype auto chooses the format of a budget"),
+        ({"kv_bytes": 3}, "a budget of 3 bytes per token is too small for any rank"),
     ],
 )
-def test_auto_needs_a_budget_and_a_text(
-    size: dict[str, Any], text: CalibrationOptions, message: str, source: Sources, output: Output
-) -> None:
-    assert message in str(refused(source(), output, "weighted", text, cache_dtype="auto", **size))
+def test_auto_needs_a_budget(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
+    assert message in str(refused(source(), output, "weighted", TEXT, cache_dtype="auto", **size))
 
 
 @pytest.mark.parametrize("form", ["int4", "q4_0", "fp8"])  # of which nobody has tried the last one

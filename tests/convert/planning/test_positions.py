@@ -15,12 +15,12 @@ from attention.calibrated import Calibrated
 from attention.models.configuration_kvfold import KvfoldConfig
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan
+from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.positions import limited
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
@@ -46,8 +46,8 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, method: str = "weighted", **size: Any) -> Plan:
-    request = LatentRequest(**({"kv_lora_rank": 16, "qk_rope_head_dim": 4} | size))
-    return plan_latent(source, request, load_latent(method), text, "cpu", output)
+    latent = LatentSize(**({"kv_lora_rank": 16, "qk_rope_head_dim": 4} | size))
+    return plan_latent(Request(source, output, text, "cpu"), latent, load_latent(method))
 
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -55,7 +55,7 @@ def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any]
     rotary = plan.family.first_rotary(plan.source.config)
     assert rotary is not None
     kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source, kept), plan.config(kept)
+    return plan.target.config(plan.source, plan.target.spec, kept), plan.config(plan.target.spec, kept)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -153,9 +153,10 @@ def test_a_result_with_the_whole_rope_holds_everywhere(source: Sources, output: 
     made = source()  # 4 KV heads × 8
     assert planned(made, output).calibrated == Calibrated(32, 128, 32)
     assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=32).calibrated is None
-    grouped = plan_grouped("gqa", made, 2, load_grouped("aligned"), 0, "cpu", output, TEXT)
+    grouped = plan_grouped(Request(made, output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
     assert grouped.calibrated is None
-    assert grouped.config(None) == grouped.target.config(made, None)
+    spec = grouped.target.spec
+    assert grouped.config(spec, None) == grouped.target.config(made, spec, None)
 
 
 def test_where_keys_rotate_in_part_these_dims_are_the_whole(source: Sources, output: Output) -> None:
@@ -191,7 +192,7 @@ def test_a_latent_made_of_a_latent_is_calibrated_for_no_more(source: Sources, ou
     assert planned(made, output, smaller, kv_lora_rank=8, qk_rope_head_dim=8).calibrated == Calibrated(16, 128, 16)
     copied = planned(made, output, smaller, kv_lora_rank=16, qk_rope_head_dim=8)
     assert copied.target.copies
-    assert copied.config(None) == made.raw
+    assert copied.config(copied.target.spec, None) == made.raw
 
 
 def test_the_plan_says_so(source: Sources, output: Output) -> None:

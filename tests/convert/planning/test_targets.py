@@ -62,5 +62,5 @@ def test_a_copy_keeps_the_config_as_it_was_written() -> None:
     before = AttentionSpec.from_config(written.config)
     target = LatentTarget(before, before, load_latent("svd"), deepseek_v3.HOST, 15)
     assert target.copies
-    assert target.config(written, None) == written.raw
+    assert target.config(written, target.spec, None) == written.raw
     assert target.config(written, None) is not written.raw
