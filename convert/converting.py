@@ -70,7 +70,8 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
         others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-        check = None if plan.target.copies else checked(plan, work.path, others, device, own_texts, progress)
+        checks = plan.request.checks and not plan.target.copies
+        check = checked(plan, work.path, others, device, own_texts, progress) if checks else None
         provenance = with_healing(provenance, healing) | {"check": check}
         if evaluate_on:
             seen, models = text.tokens if text else None, {"source": source}

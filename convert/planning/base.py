@@ -41,6 +41,7 @@ class Request:
         seed: For what the model writes, and the order in which refinement takes blocks of text.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
         accepts_a_copy: Whether the result may be the source itself.
+        checks: Whether the result is compared with its source at the end. A sweep evaluates all of its results instead.
     """
 
     source: Source
@@ -50,6 +51,7 @@ class Request:
     seed: int = 0
     accepts_any_loss: bool = False
     accepts_a_copy: bool = True
+    checks: bool = True
 
 
 @dataclass(frozen=True)
