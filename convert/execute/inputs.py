@@ -27,8 +27,7 @@ def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    ((command, options),) = plan.recipe().items()
-    return {"command": command, **without_text(options), "heal": None}
+    return {"command": plan.recipe.command, **without_text(plan.recipe.options), "heal": None}
 
 
 def healing_of(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
 from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
+from convert.output.provenance import Recipe
 from convert.planning.bounds import rotary_dim
 from convert.planning.positions import limited
 
@@ -199,21 +200,22 @@ class Plan:
         ours = [] if copies else [self.target.method.name, *self.layer_steps]
         return [*ours, *(name for name, happens in taken.items() if happens)]
 
-    def recipe(self) -> dict[str, Any]:
-        """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        return {
-            self.target.command: {
-                "model": location_of(self.source),
-                **self.target.recipe(),
-                "method": self.target.method.name,
-                "seed": self.seed,
-                **({"dtype": self.output.dtype} if self.output.dtype else {}),
-                **({"engine": self.output.engine} if self.output.engine else {}),
-                "max_shard_size": _with_unit(self.output.max_shard_size),
-                **(self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}),
-                **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
-            }
+    @property
+    def recipe(self) -> Recipe:
+        """The command that repeats the result."""
+        text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
+        options = {
+            "model": location_of(self.source),
+            **self.target.recipe(),
+            "method": self.target.method.name,
+            "seed": self.seed,
+            **({"dtype": self.output.dtype} if self.output.dtype else {}),
+            **({"engine": self.output.engine} if self.output.engine else {}),
+            "max_shard_size": _with_unit(self.output.max_shard_size),
+            **text,
+            **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
+        return Recipe(self.target.command, options)
 
     def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""
