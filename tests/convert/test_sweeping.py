@@ -284,7 +284,7 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.shared.versions", lambda: {"torch": "another"})
+        patch.setattr("convert.execute.inputs.versions", lambda: {"torch": "another"})
         with pytest.raises(pytest.fail.Exception, match="surveyed again"):
             convert(*command, "--resume", "--overwrite")
     shutil.rmtree(out / "gqa-1-aligned.partial")

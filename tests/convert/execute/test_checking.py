@@ -143,7 +143,7 @@ def test_a_repeated_conversion_reads_what_was_written(
     def other(*args: Any) -> torch.Tensor:
         raise AssertionError("it is not written again")
 
-    monkeypatch.setattr("convert.execute.shared.own_text", other)
+    monkeypatch.setattr("convert.execute.inputs.own_text", other)
     again = convert("run", tmp_path / "out", tmp_path / "again")
     assert again.exit_code == 0, again.output
     same_but_for_the_run(tmp_path / "out", tmp_path / "again")
