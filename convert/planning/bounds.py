@@ -72,7 +72,7 @@ class LatentBounds:
             self.rotary_keys,
             lambda rope_dim: self.with_reserved(self.full_rank(rope_dim)),
             self.with_reserved(1),
-            folds,
+            folds or self.host.portable,
         )
 
 

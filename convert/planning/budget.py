@@ -52,12 +52,12 @@ def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def split_budget(
-    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int, folds: bool = False
+    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int, evenly: bool = False
 ) -> tuple[int, int]:
     """Split a number of cached values per layer and token into rank and rotary dims.
 
-    The part of `ROTARY` rotates. A method that folds frequencies keeps at most a quarter, rounded to a power-of-two share of one
-    head's rotary dims, which it can spread evenly. Values beyond full rank become rotary, too.
+    The part of `ROTARY` rotates. Where frequencies have to spread evenly over those of a head, at most a quarter does, rounded to
+    a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
 
     Args:
         values: R + P, at most.
@@ -66,7 +66,7 @@ def split_budget(
         groups: KV heads of the source.
         full_rank: Maps rotary dims to the rank beyond which nothing is gained.
         least: The smallest rank that holds anything.
-        folds: Whether the method folds frequencies.
+        evenly: Whether frequencies have to spread evenly: a method folds them, or they are a ladder.
 
     Returns:
         `(R, P)`.
@@ -80,7 +80,7 @@ def split_budget(
             f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
         )
     most = min(groups * rotary_dim, (values - least) // 2 * 2)
-    if folds:
+    if evenly:
         rope_dim = rotary_dim
         while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
             rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
