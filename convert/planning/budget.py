@@ -104,6 +104,16 @@ def format_of(share: float, stored: Container[str]) -> str | None:
     return next((form for form in formats if form in stored), None)
 
 
+def rule_text() -> str:
+    """The two tables in words, for `plan`."""
+    lowest_first = sorted(ROTARY)
+    parts = [
+        f"{part:.1%} of its values rotate{f' from a share of {above:.0%} on' if above else ''}" for above, part in lowest_first
+    ]
+    formats = [f"{formats[0]}{f' from {above:.1%} on' if above else ' below'}" for above, formats in FORMATS]
+    return f"--kv-budget: {', '.join(parts)}. --cache-dtype auto: {', '.join(formats)}."
+
+
 def served_rank(rank: int, full_rank: int, values: int) -> int:
     """The largest useful rank up to a given one.
 
