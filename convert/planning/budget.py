@@ -56,8 +56,8 @@ def split_budget(
 ) -> tuple[int, int]:
     """Split a number of cached values per layer and token into rank and rotary dims.
 
-    The part of `ROTARY` rotates. Where frequencies have to spread evenly over those of a head, at most a quarter does, rounded to
-    a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
+    The part of `ROTARY` rotates. Where frequencies have to spread evenly over those of a head, at most a quarter does, rounded
+    to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
 
     Args:
         values: R + P, at most.
