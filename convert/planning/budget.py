@@ -11,8 +11,8 @@ from collections.abc import Callable, Container
 from attention.errors import Refusal
 from attention.spec import RANK_STEP
 
-# By the least share of the values that the source caches: the part of the result's values that rotates.
-ROTARY = ((0.0, 0.375),)
+# Rotary dims for each KV head of the source, of a result with as many values as its source; fewer by the share of values.
+ROTARY = 24
 # By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
 FORMATS = ((0.4, ("int8", "q8_0")), (0.125, ("int4", "q4_0")), (0.0, ("mixed", "int4", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
@@ -56,8 +56,9 @@ def split_budget(
 ) -> tuple[int, int]:
     """Split a number of cached values per layer and token into rank and rotary dims.
 
-    The part of `ROTARY` rotates. Where frequencies have to spread evenly over those of a head, at most a quarter does, rounded
-    to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
+    `ROTARY` dims rotate for each KV head, times the share. Where frequencies have to spread evenly over those of a head, at most
+    a quarter of the values does, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become
+    rotary, too.
 
     Args:
         values: R + P, at most.
@@ -85,9 +86,9 @@ def split_budget(
         while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
             rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
     else:
-        part = values * next(part for above, part in ROTARY if share >= above)
-        step = 8 if part >= 16 else 2
-        rope_dim = min(most, max(key, int(part / step) * step))
+        wanted = share * groups * min(ROTARY, rotary_dim)
+        step = 8 if wanted >= 16 else 2
+        rope_dim = min(most, max(key, int(wanted / step) * step))
     while rope_dim < most and values - rope_dim > full_rank(rope_dim):
         rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
     return served_rank(values - rope_dim, full_rank(rope_dim), values), rope_dim
@@ -105,13 +106,12 @@ def format_of(share: float, stored: Container[str]) -> str | None:
 
 
 def rule_text() -> str:
-    """The two tables in words, for `plan`."""
-    lowest_first = sorted(ROTARY)
-    parts = [
-        f"{part:.1%} of its values rotate{f' from a share of {above:.0%} on' if above else ''}" for above, part in lowest_first
-    ]
-    formats = [f"{formats[0]}{f' from {above:.1%} on' if above else ' below'}" for above, formats in FORMATS]
-    return f"--kv-budget: {', '.join(parts)}. --cache-dtype auto: {', '.join(formats)}."
+    """What a budget is split by, for `plan`."""
+    formats = [f"{formats[0]} {f'from {above:g} of it on' if above else 'below'}" for above, formats in FORMATS]
+    return (
+        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, times its share of the source's cache. --cache-dtype auto is "
+        f"{', '.join(formats)}."
+    )
 
 
 def served_rank(rank: int, full_rank: int, values: int) -> int:
