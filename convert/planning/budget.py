@@ -56,8 +56,8 @@ def split_budget(
 ) -> tuple[int, int]:
     """Split a number of cached values per layer and token into rank and rotary dims.
 
-    `ROTARY` dims rotate for each KV head, times the share. Where frequencies have to spread evenly over those of a head, at most
-    a quarter of the values does, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become
+    `ROTARY` dims rotate for each KV head, times the share. Where frequencies have to spread evenly over those of a head, it is
+    at most a quarter of the values, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become
     rotary, too.
 
     Args:
@@ -109,8 +109,8 @@ def rule_text() -> str:
     """What a budget is split by, for `plan`."""
     formats = [f"{formats[0]} {f'from {above:g} of it on' if above else 'below'}" for above, formats in FORMATS]
     return (
-        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, times its share of the source's cache. --cache-dtype auto is "
-        f"{', '.join(formats)}."
+        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, times its share of the source's cache. "
+        f"--cache-dtype auto is {', '.join(formats)}."
     )
 
 
