@@ -183,7 +183,7 @@ def sweep(
         for plan in plans:
             require_unchanged()
             made(convert(plan, None, progress, directory / _SURVEY).plan)
-        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+        results = [source.beside(plan.output.path) for plan in plans]
         found = report_of([source, *results], evaluate_on, settings, progress=progress)
         require_unchanged()
         report.write(found, directory / REPORT)
@@ -209,7 +209,7 @@ class _Candidate(NamedTuple):
 
 
 def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
-    heads = convertible(source).spec(source.config).num_kv_heads
+    heads = convertible(source).spec.num_kv_heads
     everything = wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
     latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents

@@ -11,19 +11,18 @@ from eval.inputs.misfits import OTHER_MODEL, instead_of, of_a_kind
 from eval.inputs.reader import TensorInfo
 
 
-def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, trust_remote_code: bool = False) -> None:
+def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str) -> None:
     """Compare every tensor name, shape and dtype of a checkpoint with its class, by transformers' own rules.
 
     Args:
         config: The checkpoint's config.
         infos: The infos of its tensors by name.
         what: The name of the checkpoint in messages.
-        trust_remote_code: As in transformers.
 
     Raises:
         Failure: A tensor is missing or unknown, has another shape, or holds integers where the class needs floats.
     """
-    model = empty_model(config, trust_remote_code)
+    model = empty_model(config)
     tensors, kind = ClassTensors(model, infos), type(model).__name__
     if tensors.missing:
         others = f" and {len(tensors.missing) - 1} others" if tensors.missing[1:] else ""

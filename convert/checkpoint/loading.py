@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.auto import auto_class
+from attention.auto import from_config
 from attention.errors import Failure
 from attention.versions import keep_caps
 from eval.inputs.misfits import OTHER_MODEL, disagreement
@@ -24,7 +24,7 @@ from eval.inputs.reader import TensorInfo
 Read = Callable[[str], torch.Tensor]
 
 
-def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
+def empty_model(config: Any) -> Any:
     """The causal LM of a config in fp32: parameters on the meta device, tied as in the class, and buffers as it computes them.
 
     Raises:
@@ -35,7 +35,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
 
     with init_empty_weights(), no_init_weights():  # random numbers on the meta device take most of the time
         try:
-            model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = from_config(config, dtype=torch.float32)
         except Exception as error:  # transformers and a checkpoint's own code raise any kind
             reason = " ".join(str(error).split())[:300]
             raise Failure(
@@ -46,13 +46,13 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
     return keep_caps(model).eval().requires_grad_(False)
 
 
-def class_names(config: Any, trust_remote_code: bool, stored: Collection[str]) -> dict[str, str]:
+def class_names(config: Any, stored: Collection[str]) -> dict[str, str]:
     """The names in the class of tensors that a checkpoint has under other names, and that loading changes nothing else of.
 
     Raises:
         Failure: There is no causal LM of this config.
     """
-    model = empty_model(config, trust_remote_code)
+    model = empty_model(config)
     made, _ = _gathered(model, model.state_dict(), stored)
     return {one.names[0]: one.first for one in made if one.conversion is None and one.names[0] != one.first}
 

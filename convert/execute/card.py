@@ -61,7 +61,7 @@ def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], di
 def loading_of(plan: Plan) -> dict[str, Any]:
     """How to load and serve the result, as conversion.json keeps it and cards say it."""
     host, own = plan.target.host, plan.target.host.name == "its own class"
-    made = (host, plan.family, plan.target.spec, plan.source.config)
+    made = (host, plan.family, plan.target.spec)
     objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
     return {
         "model_type": host.layout(plan.family).model_type,

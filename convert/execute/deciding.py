@@ -66,7 +66,7 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
 
 
 def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Decision:
-    rotary = job.plan.family.first_rotary(job.plan.source.config) or no_rotary()
+    rotary = job.plan.family.first_rotary or no_rotary()
     splits = target.splits or (target,)
     choice = _Choice.recalled(job.work)
     if choice is None:
@@ -156,7 +156,7 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     found: list[Any] = []
     if measure is None:
         return found
-    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
+    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(layer)]
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
             path = job.work.steps / f"measured-{layer}.pt"

@@ -37,7 +37,7 @@ def reader_of(plan: Plan) -> Reader:
     source = plan.source
     # Of a decoder inside another model, files and classes name what is around it differently.
     inside = source.decoder is not source.config and not plan.family.needs_code
-    return source.reader(partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed)
+    return source.reader(partial(class_names, source.config) if inside else plan.family.renamed)
 
 
 def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
@@ -48,11 +48,11 @@ def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
     """
     source = plan.source
     manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
-    require_loadable(source.config, _without_computed(plan, reader), source.reference, source.trust_remote_code)
+    require_loadable(source.config, _without_computed(plan, reader), source.reference)
     if not plan.target.copies:
-        sized = plan.target.host.sized(source.raw, source.config, plan.target.spec)
+        sized = plan.target.host.sized(source.raw, plan.family, plan.target.spec)
         result = f"the {plan.target.spec.kind} of {source.reference}"
-        require_loadable(sized, manifest.outputs, result, source.trust_remote_code)
+        require_loadable(sized, manifest.outputs, result)
     return manifest
 
 
@@ -67,7 +67,7 @@ def convert_layers(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     """
     try:
         require_space(job, manifest)
-        named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
+        named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source.raw, job.plan.family, None))
         surveyed = _surveyed(job, job.text) if job.text and job.plan.reads_text else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
@@ -89,9 +89,9 @@ def convert_layers(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
 
 def _check_result(plan: Plan, work: Work) -> Source:
     """Check the written files against the class that will load them."""
-    written = Source.parse(str(work.path), plan.source.trust_remote_code)
+    written = plan.source.beside(work.path)
     infos = _without_computed(plan, Reader(work.path))
-    require_loadable(written.config, infos, "the result", plan.source.trust_remote_code)
+    require_loadable(written.config, infos, "the result")
     return written
 
 

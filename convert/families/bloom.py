@@ -6,7 +6,6 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from convert.families.names import Row
 from convert.families.separate import nowhere
@@ -19,13 +18,15 @@ _LAYERS = "transformer.h"
 class Bloom(StackedProjections):
     """Biases are everywhere."""
 
-    def unreadable(self, config: Any) -> str | None:
-        if config.pretraining_tp > 1 and config.slow_but_exact:
-            return f"its class leaves out biases (slow_but_exact is true and pretraining_tp is {config.pretraining_tp})"
+    @property
+    def unreadable(self) -> str | None:
+        if self.decoder.pretraining_tp > 1 and self.decoder.slow_but_exact:
+            return f"its class leaves out biases (slow_but_exact is true and pretraining_tp is {self.decoder.pretraining_tp})"
         return None
 
-    def slopes(self, config: Any) -> tuple[float, ...]:
-        heads = config.num_attention_heads
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        heads = self.decoder.num_attention_heads
         power = 2 ** math.floor(math.log2(heads))
         between = _falling(2 * power)[::2]  # of twice as many heads, every other one
         return (*_falling(power), *between[: heads - power])

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.base import Family
 from convert.families.names import in_layers
 from convert.families.separate import nowhere
 from convert.families.stacked import BY_PART, StackedProjections
@@ -21,59 +20,55 @@ if TYPE_CHECKING:
     import torch
 
 
+_DIVIDES = "scale_attn_by_inverse_layer_idx"
+
+
 class Conv1DProjections(StackedProjections):
-    """`c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases."""
+    """`c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases.
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        return {name: shape[::-1] for name, shape in super().shapes(config, layer).items()}
+    With `scale_attn_by_inverse_layer_idx`, layer l, from 0, divides its logits by l + 1; in records, its queries are divided.
+    """
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return super().split(_transposed(tensors), config, layer)
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        return {name: shape[::-1] for name, shape in super().shapes(layer).items()}
 
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        return _transposed(super().join(record, spec, layer))
-
-    def scale(self, config: Any) -> float:
-        return super().scale(config) if config.scale_attn_weights else 1.0
-
-    def for_config(self, config: Any) -> Family:
-        return _DIVIDED if config.scale_attn_by_inverse_layer_idx else self
-
-
-class DividedProjections(Conv1DProjections):
-    """Layer l, from 0, divides its logits by l + 1 (`scale_attn_by_inverse_layer_idx`); in records, its queries are divided."""
-
-    folded = ("scale_attn_by_inverse_layer_idx",)
-
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return super().split(tensors, config, layer).with_queries_times(1 / (layer + 1))
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
+        record = super().split(_transposed(tensors), layer)
+        return record.with_queries_times(1 / (layer + 1)) if self.folded else record
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        return super().join(record.with_queries_times(layer + 1), spec, layer)
+        divided = record.with_queries_times(layer + 1) if self.folded else record
+        return _transposed(super().join(divided, spec, layer))
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        return (_DIVIDES,) if getattr(self.decoder, _DIVIDES) else ()
+
+    @property
+    def scale(self) -> float:
+        return super().scale if self.decoder.scale_attn_weights else 1.0
 
 
 def _transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.mT if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
 
 
-_ROW: dict[str, Any] = {
-    "model_type": "gpt2",
-    "names": GPT2.replacing(
+FAMILY = Conv1DProjections(
+    "gpt2",
+    names=GPT2.replacing(
         in_layers("transformer.h", "mlp.c_fc", "mlp.up", transposed=True),
         in_layers("transformer.h", "mlp.c_proj", "mlp.down", transposed=True),
     ),
-    "qkv_name": "c_attn",
-    "order": replace(BY_PART, layout="stacked projections, transposed"),
-    "o_name": "c_proj",
-    "qkv_bias": True,
-    "o_bias": True,
-    "rotates": nowhere,
-    "shares_heads": False,
-    "attention_path": "transformer.h.{layer}.attn",
-    "base": "transformer",
-    "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
-    "required_values": (("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
-}
-FAMILY = Conv1DProjections(**_ROW)
-_DIVIDED = DividedProjections(**_ROW)
+    qkv_name="c_attn",
+    order=replace(BY_PART, layout="stacked projections, transposed"),
+    o_name="c_proj",
+    qkv_bias=True,
+    o_bias=True,
+    rotates=nowhere,
+    shares_heads=False,
+    attention_path="transformer.h.{layer}.attn",
+    base="transformer",
+    computed=("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
+    required_values=(("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
+)

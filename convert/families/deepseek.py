@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 from attention import rope
 from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -31,42 +30,41 @@ class NormalisedLatent(Family):
     If queries have a latent, too, `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
 
     Attributes:
-        model_type: As in config.json.
         pairing: Which two dims form a rotary pair: those of two halves, or "config" if `rope_interleave` says so.
     """
 
-    model_type: str
+    layout: ClassVar[str] = "latent projections"
+    has_heads: ClassVar[bool] = False
+    shares_heads: bool = field(default=False, kw_only=True)
     pairing: Literal["half", "config"] = "config"
-
-    layout = "latent projections"
-    has_heads = shares_heads = False
-    names = LLAMA  # of portable results, which have no experts
 
     @property
     def without_latent(self) -> str:
         return "it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself"
 
-    def traits(self, config: Any) -> Traits:
+    @property
+    def traits(self) -> Traits:
         return Traits(
-            qkv_bias=bool(getattr(config, "attention_bias", False)),
-            o_bias=bool(getattr(config, "attention_bias", False)),
-            layers_with_rotary=config.num_hidden_layers,
+            qkv_bias=bool(getattr(self.decoder, "attention_bias", False)),
+            o_bias=bool(getattr(self.decoder, "attention_bias", False)),
+            layers_with_rotary=self.decoder.num_hidden_layers,
         )
 
-    def rotary(self, config: Any, layer: int) -> Rotary:
-        interleaved = self.pairing == "config" and getattr(config, "rope_interleave", True)
-        return rope.from_config(config, config.qk_rope_head_dim, "interleaved" if interleaved else "half")
+    def rotary(self, layer: int) -> Rotary:
+        interleaved = self.pairing == "config" and getattr(self.decoder, "rope_interleave", True)
+        return rope.from_config(self.decoder, self.decoder.qk_rope_head_dim, "interleaved" if interleaved else "half")
 
-    def scale(self, config: Any) -> float:
+    @property
+    def scale(self) -> float:
         """YaRN's second factor multiplies logits (`mscale_all_dim`)."""
-        scale, parameters = super().scale(config), config.rope_parameters or {}
+        scale, parameters = super().scale, self.decoder.rope_parameters or {}
         if parameters.get("rope_type", "default") == "default" or not (mscale := parameters.get("mscale_all_dim")):
             return scale
         factor = parameters["factor"]
         return scale if factor <= 1 else scale * float(0.1 * mscale * math.log(factor) + 1) ** 2
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width, queries, bias = self.spec(config), config.hidden_size, config.q_lora_rank, self.traits(config).o_bias
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width, queries, bias = self.spec, self.decoder.hidden_size, self.decoder.q_lora_rank, self.traits.o_bias
         rank, heads = spec.kv_lora_rank or 0, spec.num_heads
         rows, cached, made = heads * spec.key_dim, rank + spec.qk_rope_head_dim, heads * (spec.qk_nope_head_dim + spec.head_dim)
         shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (rows, width)}
@@ -80,7 +78,7 @@ class NormalisedLatent(Family):
         shapes |= {"o_proj.bias": (width,)} if bias else {}
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> NoReturn:
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> NoReturn:
         raise AssertionError("such attention is not converted")
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:

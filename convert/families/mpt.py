@@ -29,26 +29,30 @@ _ATTENTION: tuple[tuple[str, Any, str], ...] = (
 class Mpt(StackedProjections):
     """`attn.Wqkv [3 H D, E]` and `attn.out_proj [E, H D]`."""
 
-    def unreadable(self, config: Any) -> str | None:
-        if not config.no_bias:
+    @property
+    def unreadable(self) -> str | None:
+        if not self.decoder.no_bias:
             return "it has biases, and its class of transformers has none (no_bias is false)"
         for field, known, reason in _ATTENTION:
-            if (value := getattr(config.attn_config, field)) != known:
+            if (value := getattr(self.decoder.attn_config, field)) != known:
                 return f"{reason} (attn_config.{field} is {value})"
-        if (clip := config.attn_config.clip_qkv) is not None and clip < 0:
+        if (clip := self.decoder.attn_config.clip_qkv) is not None and clip < 0:
             return f"queries, keys and values are clipped to nothing (attn_config.clip_qkv is {clip})"
         return None
 
-    def traits(self, config: Any) -> Traits:
-        clip = config.attn_config.clip_qkv  # 0 clips nothing
-        return replace(super().traits(config), extra_features={CLIP: clip} if clip else {})
+    @property
+    def traits(self) -> Traits:
+        clip = self.decoder.attn_config.clip_qkv  # 0 clips nothing
+        return replace(super().traits, extra_features={CLIP: clip} if clip else {})
 
-    def scale(self, config: Any) -> float:
-        scale = config.attn_config.softmax_scale
-        return super().scale(config) if scale is None else float(scale)
+    @property
+    def scale(self) -> float:
+        scale = self.decoder.attn_config.softmax_scale
+        return super().scale if scale is None else float(scale)
 
-    def slopes(self, config: Any) -> tuple[float, ...]:
-        heads = config.num_attention_heads
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        heads = self.decoder.num_attention_heads
         power = 2 ** math.ceil(math.log2(heads))
         falling = [2.0 ** (-_MOST * (head + 1) / power) for head in range(power)]
         return tuple(falling if power == heads else (falling[1::2] + falling[::2])[:heads])

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 class MultiQueryProjections(StackedProjections):
     """`c_attn [(H + 2) D, E]`, or without `multi_query` `c_attn [H 3 D, E]`, and `c_proj [E, H D]`, all with biases."""
 
-    def class_kv_heads(self, config: Any) -> int:
-        return 1 if config.multi_query else super().class_kv_heads(config)
+    @property
+    def class_kv_heads(self) -> int:
+        return 1 if self.decoder.multi_query else super().class_kv_heads
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         assert len(record.k) in (1, len(record.q)), "the class has one KV head, or as many as query heads"
         return super().join(record, spec, layer)
 
-    def scale(self, config: Any) -> float:
-        return super().scale(config) if config.scale_attn_weights else 1.0
+    @property
+    def scale(self) -> float:
+        return super().scale if self.decoder.scale_attn_weights else 1.0
 
 
 GPT_BIGCODE: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from convert import methods
@@ -62,11 +62,11 @@ def plan_latent(
     family = convertible(source)
     if isinstance(family, NormalisedLatent):
         raise Refusal(
-            f"{source.reference} has latent attention already ({family.spec(source.config).kind}), and kvfold makes a smaller "
+            f"{source.reference} has latent attention already ({family.spec.kind}), and kvfold makes a smaller "
             "latent only of results of its own",
             hint="convert a model that caches keys and values, or the original of a portable result",
         )
-    require_proved(family, source.config)
+    require_proved(family)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(
             "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"
@@ -83,7 +83,7 @@ def plan_latent(
         targets = _checked(engine, bounds, targets)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     text = _text(source, method, calibration, bounds.host, size)
-    remarks = text_notes(method, text, family.traits(source.config).behind_projections)
+    remarks = text_notes(method, text, family.traits.behind_projections)
     if targets[0].copies:
         target, text, remarks = targets[0], None, ["the calibration text is not used"] if text else []
     else:
@@ -95,11 +95,11 @@ def plan_latent(
 
 def _host(source: Source, family: Family, size: LatentRequest, engine: Engine | None) -> Host:
     """The first output class that carries a latent of the source."""
-    smallest = smallest_latent(source, family, before := family.spec(source.config))
+    smallest = smallest_latent(family)
     if size.per_layer_ranks:
-        smallest = replace(smallest, layer_ranks=(1,) * before.num_layers)
+        smallest = replace(smallest, layer_ranks=(1,) * family.spec.num_layers)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
-    return host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
+    return host_of(hosts, family, source, smallest, engine, portable_hint(family, smallest, engine))
 
 
 def _checked(engine: Engine, bounds: LatentBounds, targets: list[LatentTarget]) -> list[LatentTarget]:
@@ -107,14 +107,14 @@ def _checked(engine: Engine, bounds: LatentBounds, targets: list[LatentTarget]) 
     for target in targets:
         require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
     first, *others = targets
-    _check_engine(engine, bounds.host, bounds.family, first.spec, bounds.source.config)
+    _check_engine(engine, bounds.host, bounds.family, first.spec)
     note = engine.note(bounds.before)
     return [replace(first, notes=(*first.notes, note)) if note else first, *others]
 
 
-def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec, config: Any) -> None:
+def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec) -> None:
     """Refuse what the engine does not run."""
-    objection = engine.objection(host, family, spec, config)
+    objection = engine.objection(host, family, spec)
     if objection is None:
         return
     raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")

@@ -315,7 +315,7 @@ class Sizing:
             yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
         else:
             yield _channels_note(rank, target.channels, host)
-            yield from host.notes(source.config)
+            yield from host.notes(self.bounds.family)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:

@@ -21,10 +21,9 @@ from attention.auto import has_class
 from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.base import Family
+from convert.families.base import Family, decoder_of
 from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
-from convert.families.reading.inside import Inside, decoder_of
 from convert.families.reading.search import Search, Unexplained, Unread, projections
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from convert.families.separate import SeparateProjections
@@ -44,7 +43,7 @@ def find(config: Any) -> Family:
         _FOUND[stated] = _found_or_refused(config)
     if isinstance(found := _FOUND[stated], Refusal):
         raise found
-    return found
+    return replace(found, config=config)
 
 
 _FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take about a second
@@ -69,7 +68,7 @@ def _found(config: Any) -> Family:
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     family = _inside(config, twin)
-    if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
+    if isinstance(family, LatentLayout):
         return family
     if spec.kv_lora_rank is not None:
         raise Unread(f"it is a published model with latent attention ({spec.kind}), of which kvfold makes no smaller latent")
@@ -107,7 +106,7 @@ def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
     """A layer of the class itself whose attention is set otherwise than the first of its kind, which the twin has; or None."""
     model = without_weights(config)
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
-    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(family.spec(config).num_layers)]
+    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(decoder_of(config).num_hidden_layers)]
     numbers = {name for name in found[0] if len({settings.get(name) for settings in found}) == len(found) > 1}
     for layer, kind in enumerate(kinds(config, twin.lists)):
         settings = {name: value for name, value in found[layer].items() if name not in numbers}
@@ -126,10 +125,9 @@ def _inside(config: Any, twin: Twin) -> Family | None:
     decoder = decoder_of(config)
     if decoder is config or decoder.model_type not in FAMILIES:
         return None
-    row = FAMILIES[decoder.model_type].for_config(decoder)
     path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
-    family = Inside(row, path, config.model_type)
-    if isinstance(row, LatentLayout):  # as kvfold writes it; random weights do not have its constants
+    family = FAMILIES[decoder.model_type].of(decoder).inside(path, config)
+    if isinstance(family, LatentLayout):  # as kvfold writes it; random weights do not have its constants
         return family
     with contextlib.suppress(Exception):  # a stray field, which another family knows better
         return family if disproof(family, twin) is None else None
@@ -154,16 +152,11 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         if type(row) is SeparateProjections:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
-            family = copy.copy(row.for_config(twin.config))
-            object.__setattr__(family, "model_type", config.model_type)
-            object.__setattr__(family, "keeps_names", True)
-            object.__setattr__(family, "in_engines", False)
+            family = replace(row.of(twin.config), model_type=config.model_type, keeps_names=True, in_engines=False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
-            wanted = {
-                name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(twin.config, layer).items()
-            }
+            wanted = {name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(layer).items()}
             there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
-            if wanted == there and family.unreadable(twin.config) is None and disproof(family, twin) is None:
+            if wanted == there and family.unreadable is None and disproof(family, twin) is None:
                 return family
     return None
 

@@ -24,9 +24,9 @@ ALIBI = ("bloom", "mpt")
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 112])
 def test_slopes_are_those_of_the_class(heads: int) -> None:
     config = tiny_config("bloom", num_attention_heads=heads, hidden_size=heads)
-    torch.testing.assert_close(torch.tensor(FAMILIES["bloom"].slopes(config)), _get_alibi_slopes(heads, torch.device("cpu")))
+    torch.testing.assert_close(torch.tensor(FAMILIES["bloom"].of(config).slopes), _get_alibi_slopes(heads, torch.device("cpu")))
     config = tiny_config("mpt", num_attention_heads=heads, hidden_size=heads)
-    torch.testing.assert_close(torch.tensor(FAMILIES["mpt"].slopes(config)), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0])
+    torch.testing.assert_close(torch.tensor(FAMILIES["mpt"].of(config).slopes), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0])
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_its_tensors_are_those_of_the_class(case: str) -> None:
     model_type, changes = CASES[case]
     model = random_model(tiny_config(model_type, **changes))
-    family = family_for(model.config).for_config(model.config)
+    family = family_for(model.config)
     assert isinstance(family, NormalisedLatent)
     prefix = f"{family.module(1)}."
     there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name.startswith(prefix)}
-    assert family.shapes(model.config, 1) == there
-    assert family.scale(model.config) == pytest.approx(model.get_submodule(family.module(1)).scaling)
+    assert family.of(model.config).shapes(1) == there
+    assert family.of(model.config).scale == pytest.approx(model.get_submodule(family.module(1)).scaling)
 
 
 @pytest.mark.parametrize("case", CASES)

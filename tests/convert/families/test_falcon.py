@@ -61,7 +61,7 @@ def test_its_class_adds_alibi_twice_with_eager_attention() -> None:
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_as_many_heads_are_a_copy(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("falcon", **ARCHITECTURES[case])
-    groups = family_of("falcon").spec(tiny_config("falcon", **ARCHITECTURES[case])).num_kv_heads
+    groups = family_of("falcon").of(tiny_config("falcon", **ARCHITECTURES[case])).spec.num_kv_heads
     ok(convert("gqa", source, tmp_path / "out", "--groups", groups, "--force"))
     before, after = weights(source), weights(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -112,7 +112,7 @@ def test_what_the_class_caches_beyond_its_heads_is_said() -> None:
     for changes in ARCHITECTURES.values():
         config = tiny_config("falcon", **changes)
         expected = {"KV heads that transformers caches": 8} if config.new_decoder_architecture else {}
-        assert family_of("falcon").describe(config)["also"] == expected
+        assert family_of("falcon").of(config).describe()["also"] == expected
 
 
 def test_the_cache_of_every_architecture_is_predicted() -> None:

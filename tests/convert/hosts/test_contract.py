@@ -396,9 +396,9 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
     for name, changes in BEYOND.items():
         config, family = tiny_config(name, **changes), FAMILIES[name]
-        target = family.spec(config).latent(8, 2)
-        assert all(host.refuses(family, config, target) for host in (DEEPSEEK, MINICPM3)), name
-        assert LATENT_HOST.refuses(family, config, target) is None, name
+        target = family.of(config).spec.latent(8, 2)
+        assert all(host.refuses(family.of(config), target) for host in (DEEPSEEK, MINICPM3)), name
+        assert LATENT_HOST.refuses(family.of(config), target) is None, name
 
 
 # ---- without kvfold --------------------------------------------------------------------------------------------------

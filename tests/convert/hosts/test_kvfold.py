@@ -47,31 +47,31 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
     assert expected | BEHIND.keys() == HOST.families
     for name, family in FAMILIES.items():
         config = tiny_config(name)
-        spec = family.spec(config)
+        spec = family.of(config).spec
         if name in IGNORING:
-            assert HOST.refuses(family, config, spec.grouped(1)) is None
+            assert HOST.refuses(family.of(config), spec.grouped(1)) is None
             why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
-            assert why in str(SOURCE.refuses(family, config, spec.grouped(2)))
+            assert why in str(SOURCE.refuses(family.of(config), spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
-            assert SOURCE.refuses(family, config, spec) is None, "a copy"
-            assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
-        elif spec.kv_lora_rank is None and not family.needs_projections(config):
-            assert HOST.refuses(family, config, spec.grouped(1)), "its own class can"
+            assert SOURCE.refuses(family.of(config), spec) is None, "a copy"
+            assert SOURCE.config({"a": 1}, family.of(config), spec, None) == {"a": 1}, "a stray key would mislead others"
+        elif spec.kv_lora_rank is None and not family.of(config).needs_projections:
+            assert HOST.refuses(family.of(config), spec.grouped(1)), "its own class can"
 
 
 def test_a_config_nests_the_sources() -> None:
     config = tiny_config("gpt_neox", attention_bias=False)
     family = family_of("gpt_neox")
     raw = config.to_dict() | {"architectures": ["GPTNeoXForCausalLM"], "own_key": 5, "dtype": "bfloat16"}
-    target = family.spec(config).grouped(2)
-    found = HOST.config(raw, config, target, None)
+    target = family.of(config).spec.grouped(2)
+    found = HOST.config(raw, family.of(config), target, None)
     assert (found["model_type"], found["dtype"], found["qkv_bias"], found["o_bias"]) == (MODEL_TYPE, "bfloat16", False, False)
     assert (found["text_config"]["own_key"], found["text_config"]["num_key_value_heads"]) == (5, 2)
     assert "architectures" not in found["text_config"]
-    sized = HOST.sized(raw, config, target)
+    sized = HOST.sized(raw, family.of(config), target)
     layout = HOST.layout(family)
-    assert layout.spec(sized) == target
-    again = HOST.config(found, sized, target.grouped(1), None)
+    assert layout.of(sized).spec == target
+    again = HOST.config(found, layout.of(sized), target.grouped(1), None)
     assert again == {**found, "text_config": {**found["text_config"], "num_key_value_heads": 1}}
     assert HOST.layout(layout) is layout
 
@@ -210,11 +210,11 @@ def test_what_its_attention_does_not_do_is_refused(
     import dataclasses
 
     family, config = FAMILIES["gpt_neox"], tiny_config("gpt_neox")
-    traits, rotary = family.traits(config), family.rotary(config, 0)
+    traits, rotary = family.of(config).traits, family.of(config).rotary(0)
     assert rotary is not None
-    monkeypatch.setattr(type(family), "traits", lambda *_: dataclasses.replace(traits, **changed))
+    monkeypatch.setattr(type(family), "traits", property(lambda _: dataclasses.replace(traits, **changed)))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
-    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2)))
+    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.grouped(2)))
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families | LATENT_HOST.families))
@@ -222,16 +222,16 @@ def test_what_it_holds_of_the_source_has_the_sources_dtypes(model_type: str) -> 
     """Whatever the source calls it, and also where it stores gains and biases wider than projections."""
     changes = BEHIND.get(model_type, {})
     config = switched(model_type, True, **{key: value for key, value in changes.items() if key not in SWITCHES})
-    family = FAMILIES[model_type].for_config(config)
+    family = FAMILIES[model_type].of(config)
 
     def wide(name: str) -> bool:
         return "norm" in name or name.endswith(".bias")
 
     source = {
         name: torch.empty(shape, dtype=torch.float32 if wide(name) else torch.bfloat16, device="meta")
-        for name, shape in family.shapes(config, 0).items()
+        for name, shape in family.of(config).shapes(0).items()
     }
-    found = LATENT_HOST.layout(family).dtypes(source, family, config, 0)
+    found = LATENT_HOST.layout(family).dtypes(source, family.of(config), 0)
     assert found == {name: torch.float32 if wide(name) else torch.bfloat16 for name in found}
     for part in ("norm", ".bias", ".weight"):
         assert any(part in name for name in found) == any(part in name for name in source)

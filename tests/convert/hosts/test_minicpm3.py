@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,13 @@ def test_a_result_is_a_source(changes: dict[str, Any], checkpoint: Make, convert
 )
 def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], message: str) -> None:
     config, family = tiny_config("gemma", **changes), family_of("gemma")
-    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8)))
+    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.latent(16, 8)))
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in HOST.families])
 def test_all_other_families_are_refused(model_type: str) -> None:
     config, family = tiny_config(model_type), family_of(model_type)
-    found = str(HOST.refuses(family, config, family.spec(config)))
+    found = str(HOST.refuses(family.of(config), family.of(config).spec))
     assert f"{model_type} does not have Gemma's decoder blocks (the class can hold gemma, minicpm3)" in found
 
 
@@ -100,11 +101,11 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
 @pytest.mark.parametrize("changes", [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}], ids=str)
 def test_minicpms_own_checkpoints_have_the_family_of_a_norm(changes: dict[str, Any]) -> None:
     family = family_of("minicpm3")
-    assert family.for_config(tiny_config("minicpm3")) is family
-    assert family.for_config(tiny_config("minicpm3", **changes)) is MINICPM3
+    assert family.of(tiny_config("minicpm3")) == family
+    assert family.of(tiny_config("minicpm3", **changes)) == MINICPM3
 
 
 def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:
     family = family_of("minicpm3")
-    assert family.traits(tiny_config("minicpm3")).adds_output
-    assert not family.traits(tiny_config("minicpm3", scale_depth=1.4)).adds_output
+    assert family.of(tiny_config("minicpm3")).traits.adds_output
+    assert not replace(family, config=tiny_config("minicpm3", scale_depth=1.4)).traits.adds_output

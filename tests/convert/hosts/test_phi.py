@@ -28,17 +28,17 @@ def as_phi(model: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     family, config = FAMILIES[model.config.model_type], model.config
-    spec, layout, state = family.spec(config), HOST.layout(family), model.state_dict()
+    spec, layout, state = family.of(config).spec, HOST.layout(family), model.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(config.num_hidden_layers):
-        record = family.split(layer_tensors(model, family, layer), config, layer)
+        record = family.of(config).split(layer_tensors(model, family, layer), layer)
         tensors |= layout.join(record, spec, layer)
     for name, tensor in state.items():
         if (place := family.names.place(name)) is not None:
             there = layout.names.holding(place.roles[0])
             assert there is not None, name
             tensors[there.name] = tensor
-    made = AutoModelForCausalLM.from_config(HOST.sized({}, config, spec), attn_implementation="eager").eval()
+    made = AutoModelForCausalLM.from_config(HOST.sized({}, family.of(config), spec), attn_implementation="eager").eval()
     made.load_state_dict(tensors, strict=True)
     return made
 
@@ -77,17 +77,17 @@ def test_a_config_says_what_the_source_does() -> None:
     config = tiny_config(
         "gptj", n_inner=None, resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3, layer_norm_epsilon=1e-3, eos_token_id=[2, 3]
     )
-    target = FAMILIES["gptj"].spec(config).grouped(2)
-    found = HOST.config({"dtype": "bfloat16", "own_key": 5}, config, target, None)
+    target = FAMILIES["gptj"].of(config).spec.grouped(2)
+    found = HOST.config({"dtype": "bfloat16", "own_key": 5}, FAMILIES["gptj"].of(config), target, None)
     assert "own_key" not in found
     assert (found["model_type"], found["dtype"], found["num_key_value_heads"], found["head_dim"]) == ("phi", "bfloat16", 2, 8)
     assert (found["resid_pdrop"], found["embd_pdrop"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
     assert (found["intermediate_size"], found["layer_norm_eps"], found["hidden_act"]) == (256, 1e-3, "gelu_new")
     assert (found["eos_token_id"], found["max_position_embeddings"]) == ([2, 3], 128)
     assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    sized = HOST.sized({}, config, target)
-    assert FAMILIES["phi"].spec(sized) == target
-    rotary, expected = FAMILIES["phi"].rotary(sized, 0), FAMILIES["gptj"].rotary(config, 0)
+    sized = HOST.sized({}, FAMILIES["gptj"].of(config), target)
+    assert FAMILIES["phi"].of(sized).spec == target
+    rotary, expected = FAMILIES["phi"].of(sized).rotary(0), FAMILIES["gptj"].of(config).rotary(0)
     assert rotary is not None
     assert expected is not None
     assert torch.equal(rotary.frequencies, expected.frequencies)
@@ -122,8 +122,8 @@ def test_a_bias_that_only_the_class_has_is_fitted(checkpoint: Make, convert: Con
 
 
 def reason(model_type: str, **changes: Any) -> str | None:
-    config, family = tiny_config(model_type, **changes), family_of(model_type)
-    return HOST.refuses(family, config, family.spec(config).grouped(1))
+    family = family_of(model_type).of(tiny_config(model_type, **changes))
+    return HOST.refuses(family, family.spec.grouped(1))
 
 
 def test_other_families_are_refused() -> None:
@@ -152,10 +152,10 @@ def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, c
 def test_kvfolds_class_is_built_around_it() -> None:
     config, family = tiny_config("codegen"), FAMILIES["codegen"]
     raw = config.to_dict() | {"dtype": "bfloat16", "architectures": ["CodeGenForCausalLM"]}
-    found = LATENT_HOST.config(raw, config, family.spec(config).latent(16, 4), family.rotary(config, 0))
+    found = LATENT_HOST.config(raw, family.of(config), family.of(config).spec.latent(16, 4), family.of(config).rotary(0))
     layout = LATENT_HOST.layout(family)
     assert isinstance(layout, KvfoldProjections)
-    assert layout.inner is FAMILIES["phi"]
+    assert layout.inner == FAMILIES["phi"]
     assert found["attention_path"] == "model.layers.{layer}.self_attn"
     assert (found["dtype"], found["qkv_bias"], found["scaling"], found["rope_pairs"]) == ("bfloat16", False, 8**-0.5, [0, 1])
     assert found["text_config"]["model_type"] == "phi"

@@ -38,11 +38,12 @@ def normalised(channels: int) -> FactoredAttention:
 @pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
 def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
     a = normalised(channels)
-    source = tiny_config("llama", num_attention_heads=4, hidden_size=20, head_dim=6, num_key_value_heads=4)
-    target = AttentionSpec.from_config(source).latent(rank, 8)
+    sizes = {"num_attention_heads": 4, "hidden_size": 20, "head_dim": 6, "num_key_value_heads": 4}
+    source = family_of("llama").of(tiny_config("llama", **sizes))
+    target = source.spec.latent(rank, 8)
     config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    tensors, sized = HOST.layout(family_of("llama")).join(a, target, 0), HOST.sized({}, source, target)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.shapes(sized, 0)
+    tensors, sized = HOST.layout(source).join(a, target, 0), HOST.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.of(sized).shapes(0)
     assert not any(name.endswith("bias") for name in tensors)
     stock_module_computes(config, tensors, a)
 
@@ -65,7 +66,8 @@ def test_latents_are_so_large_that_the_norms_epsilon_does_not_matter(eps: float)
 def test_a_ladder_is_written_as_yarn_that_changes_nothing(pairs: list[float], theta: float) -> None:
     source = tiny_config("llama", head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": theta})
     rotary = from_config(source, 64).select(pairs, "interleaved")
-    found = HOST.config({}, source, AttentionSpec.from_config(source).latent(16, rotary.dims), rotary)
+    family = family_of("llama").of(source)
+    found = HOST.config({}, family, family.spec.latent(16, rotary.dims), rotary)
     assert found["rope_parameters"]["rope_type"] == "yarn"
     made = tiny_config(
         "deepseek_v3", qk_rope_head_dim=rotary.dims, head_dim=rotary.dims, rope_parameters=found["rope_parameters"]
@@ -104,7 +106,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 )
 def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
     config, family = tiny_config(model_type, **changes), family_of(model_type)
-    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8)))
+    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.latent(16, 8)))
 
 
 def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:

@@ -179,6 +179,6 @@ def test_what_cannot_be_refitted_is_remarked(
 ) -> None:
     made = source(model_type, **changes)
     text = Calibration(texts_of("some.txt", None), 640, 64, refit, 0, 64)
-    traits = readable(made).traits(made.config)
+    traits = readable(made).traits
     expected = [] if note is None else [note]
     assert text_notes(load_grouped("aligned"), text, traits) == expected

@@ -195,7 +195,7 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made, None) == made.raw
+        assert plan.target.config(made.raw, plan.family, None) == made.raw
 
 
 def test_a_copy_in_another_dtype_is_not_called_one_of_bits(source: Sources, output: Output) -> None:
@@ -216,10 +216,11 @@ def test_a_smaller_latent_is_planned_like_any_other(
     made = source("deepseek_v3")
     found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
-    assert LatentBounds(made, family_of("deepseek_v3"), HOST).full_rank(rope) == full
+    family = family_of("deepseek_v3").of(made.config)
+    assert LatentBounds(made, family, HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
-    config = found.config(made, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved"))
+    config = found.config(made.raw, family, family.rotary(0).select(list(range(rope // 2)), "interleaved"))
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 

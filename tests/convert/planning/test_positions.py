@@ -52,10 +52,10 @@ def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, met
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    rotary = plan.family.first_rotary(plan.source.config)
+    rotary = plan.family.of(plan.source.config).first_rotary
     assert rotary is not None
     kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source, kept), plan.config(kept)
+    return plan.target.config(plan.source.raw, plan.family, kept), plan.config(kept)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ def test_a_result_with_the_whole_rope_holds_everywhere(source: Sources, output: 
     assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=32).calibrated is None
     grouped = plan_grouped("gqa", made, 2, load_grouped("aligned"), 0, "cpu", output, TEXT)
     assert grouped.calibrated is None
-    assert grouped.config(None) == grouped.target.config(made, None)
+    assert grouped.config(None) == grouped.target.config(made.raw, grouped.family, None)
 
 
 def test_where_keys_rotate_in_part_these_dims_are_the_whole(source: Sources, output: Output) -> None:
