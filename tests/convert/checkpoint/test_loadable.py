@@ -15,6 +15,7 @@ from attention.errors import Failure
 from convert.checkpoint.loadable import require_loadable
 from convert.planning.targets import GroupedTarget
 from eval.inputs.reader import TensorInfo
+from eval.inputs.source import Source
 
 Tensors = dict[str, torch.Tensor]
 Infos = dict[str, TensorInfo]
@@ -76,29 +77,32 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "target"),
-    # MLP biases in the config are refused for MLA in the plan already.
-    [(case, target) for case in BROKEN for target in TARGETS if (case, target) != ("MLP biases in the config alone", "mla")],
-)
-def test_what_would_not_load_whole_is_refused_before_any_work(
-    case: str, target: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_would_not_load_whole_is_refused(case: str, checkpoint: Make) -> None:
     change, config, message = BROKEN[case]
+    source = Source.parse(str(edit(damage(checkpoint(tie_word_embeddings=False), change), **config)))
+    with pytest.raises(Failure) as failed:
+        require_loadable(source.config, source.reader().infos, "it")
+    assert message in str(failed.value)
+    assert failed.value.hint
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_is_refused_before_any_work(
+    target: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, _, message = BROKEN["an MLP tensor is missing"]
     source = damage(checkpoint(tie_word_embeddings=False), change)
-    edit(source, **config)
     monkeypatch.setattr("convert.converting.writing", lambda *_: pytest.fail("the work has begun"))
     result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
     left_nothing(result, 1, message, tmp_path / "out")
     assert len(result.stderr.splitlines()) == 2, "an error and a hint"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_activation_that_no_class_knows_is_refused_at_the_door(
-    target: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
+def test_an_activation_that_no_class_knows_is_refused_at_the_door(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = edit(checkpoint(), hidden_act="magic")
-    result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
+    result = convert("gqa", source, tmp_path / "out", "--groups", 2)
     left_nothing(result, 1, "'magic'", tmp_path / "out")
     assert not (tmp_path / "out.lock").exists()
     assert len(result.stderr.splitlines()) <= 2

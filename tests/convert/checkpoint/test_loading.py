@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import rows
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, tiny_config, tiny_model
 from written import ok
@@ -80,13 +81,13 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 # ---- every family ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", rows(FAMILIES))
 def test_intact_checkpoints(model_type: str, saved: Callable[..., Path]) -> None:
     found = agreed(saved(model_type, **SWITCHES))
     assert (found.missing, found.unexpected, found.ignored, found.mismatched) == ((), (), (), ())
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", rows(FAMILIES, ["llama", "gpt2", "mixtral", "phi", "falcon", "olmo"]))
 def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[..., Path]) -> None:
     roles = (f"layers.1.mlp.{part}.weight" for part in ("down", "experts.0.down", "experts.down"))
     places = [place.name for role in roles if (place := FAMILIES[model_type].names.holding(role))]
@@ -108,7 +109,9 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
     assert len(found.mismatched) + len(found.missing) == 3
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma2", "phi", "cohere", "glm4", "granitemoe"])
+@pytest.mark.parametrize(
+    "model_type", rows(["llama", "mixtral", "gemma2", "phi", "cohere", "glm4", "granitemoe"], ["llama", "gemma2"])
+)
 def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Callable[..., Path]) -> None:
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     path = saved(model_type)
@@ -127,7 +130,7 @@ def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Calla
             assert {name for name in found.missing if name in lost} == (set() if tied and there else lost)
 
 
-@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize("model_type", rows(EXPERTS, ["mixtral", "olmoe"]))
 def test_experts(model_type: str, saved: Callable[..., Path]) -> None:
     path = saved(model_type)
     whole = load_file(path / "model.safetensors")
@@ -149,7 +152,7 @@ def test_experts(model_type: str, saved: Callable[..., Path]) -> None:
     assert sorted(found.unexpected) == sorted(deeper)
 
 
-@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize("model_type", rows(EXPERTS, ["mixtral"]))
 def test_experts_that_cannot_be_stacked(model_type: str, saved: Callable[..., Path]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -205,20 +208,6 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
         tensors.update({f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(3)})
 
     assert agreed(changed(tmp_path, change)).ignored == ("h.0.attn.bias", "h.1.attn.bias", "h.2.attn.bias")
-
-
-def test_norms_that_are_called_gamma_and_beta(tmp_path: Path) -> None:
-    model = tiny_model(tiny_config("bert", is_decoder=True))
-    model.save_pretrained(tmp_path)
-
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if "LayerNorm." in name]:
-            tensors[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = (
-                tensors.pop(name)
-            )
-
-    found = agreed(changed(tmp_path, change))
-    assert found.sources("bert.embeddings.LayerNorm.weight") == ("bert.embeddings.LayerNorm.gamma",)
 
 
 def test_of_two_tensors_with_one_new_name_the_first_is_taken(tmp_path: Path) -> None:

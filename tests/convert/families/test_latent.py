@@ -26,6 +26,7 @@ from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.hosts.deepseek_v3 import HOST
 
 FAMILY = FAMILIES["deepseek_v3"]
+RANKS = [*range(2, 66), *range(66, 2049, 13), 128, 256, 448, 512, 1024, 2048]  # a checksum pins the constants of all
 
 # ---- the latent norm -------------------------------------------------------------------------------------------------
 
@@ -60,13 +61,13 @@ def mantissas() -> torch.Tensor:
 def test_the_norm_gives_back_every_bfloat16_bit_for_bit() -> None:
     values = mantissas()
     assert torch.equal(values.bfloat16().float(), values)
-    kept = {rank: normalised(values, rank, torch.bfloat16, torch.bfloat16).float() for rank in range(2, 1025)}
+    kept = {rank: normalised(values, rank, torch.bfloat16, torch.bfloat16).float() for rank in RANKS if rank <= 1024}
     assert [rank for rank, found in kept.items() if not torch.equal(found, values)] == []
 
 
 def test_the_norm_is_a_rounding_error_in_fp32() -> None:
     values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
-    for rank in range(2, 2049):
+    for rank in RANKS:
         error = float(((normalised(values, rank, torch.float32, torch.float32) - values) / values).abs().max())
         assert error <= 2.0**-19, (rank, error)  # with one channel, a value of 9 is the whole latent
 
@@ -74,14 +75,14 @@ def test_the_norm_is_a_rounding_error_in_fp32() -> None:
 def test_the_norm_is_a_rounding_error_in_fp16() -> None:
     values = torch.randn(300, generator=torch.Generator().manual_seed(1)).half().float()
     for stored in (torch.float16, torch.bfloat16):
-        for rank in [*range(2, 2049, 7), 4096, 65025]:
+        for rank in [*RANKS[::4], 4096, 65025]:
             found = normalised(values, rank, torch.float16, stored).float()
             assert float((found - values).square().mean().sqrt()) < (2**-10 if stored == torch.float16 else 2**-8), rank
 
 
 def test_a_bfloat16_checkpoint_run_in_fp32_is_off_by_the_rounding_of_its_constants() -> None:
     values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
-    for rank in range(2, 2049):
+    for rank in RANKS:
         limit = 2.0**-15 if len(constants(rank)) == 2 else 1 / 510
         error = float(((normalised(values, rank, torch.float32, torch.bfloat16) - values) / values).abs().max())
         assert error <= limit, (rank, error)
@@ -153,7 +154,7 @@ def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.
     return {name: tensor.to(dtype) for name, tensor in written.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rank=st.integers(3, 40), heads=st.integers(1, 4), nope=st.integers(1, 7), pairs=st.integers(1, 4), value=st.integers(1, 7),
     width=st.integers(1, 24), padding=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -48,18 +48,13 @@ def saved(config: Any, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", FOUND)
-def test_the_types_that_are_listed_are_found(model_type: str) -> None:
+def test_the_types_that_are_listed_are_found_and_come_back(model_type: str) -> None:
     assert model_type not in FAMILIES
     config = small(model_type)
     family = find(config)
     assert family.model_type == config.model_type
     assert family.names is find(small(model_type)).names, "the experiments of a config are made once"
-
-
-@pytest.mark.parametrize("model_type", FOUND)
-def test_what_is_found_comes_back(model_type: str) -> None:
-    config = small(model_type)
-    comes_back(find(config), config, dtype=torch.bfloat16)
+    comes_back(family, config, dtype=torch.bfloat16)
 
 
 MERGED = ("ernie4_5_moe", "cohere2_moe", "nanochat", "dots1")
@@ -67,7 +62,7 @@ MERGED = ("ernie4_5_moe", "cohere2_moe", "nanochat", "dots1")
 
 @pytest.mark.parametrize(
     ("fitted", "model_type"),
-    rows(product([False, True], MERGED), [*((False, name) for name in MERGED), (True, "nanochat")]),
+    rows(product([False, True], MERGED), [(False, "cohere2_moe"), (True, "nanochat")]),
 )
 def test_equal_heads_merge_without_loss(
     fitted: bool, model_type: str, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
@@ -96,7 +91,7 @@ def test_no_other_type_is_found() -> None:
             find(config)
 
 
-@pytest.mark.parametrize("model_type", rows(SHARING, ["dots1", "gpt_oss", "granitemoehybrid", "nanochat", "phi4_multimodal"]))
+@pytest.mark.parametrize("model_type", rows(SHARING, ["gpt_oss", "phi4_multimodal"]))
 def test_found_types_convert_in_their_own_class(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved(small(model_type), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
@@ -219,7 +214,7 @@ def saved_seeing(model_type: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model_type", rows(INSIDE, ["emu3", "gemma3", "llava", "paligemma", "qwen2_5_vl"]))
+@pytest.mark.parametrize("model_type", rows(INSIDE, ["emu3", "gemma3"]))
 def test_a_decoder_inside_another_model_is_converted(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved_seeing(model_type, tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
@@ -307,11 +302,7 @@ def test_such_a_decoder_becomes_one_with_a_latent(model_type: str, convert: Conv
     assert entry["kind"] == "MLA-40+8"
     assert entry["kv_bytes_per_token"] == 3 * 48 * 4
     assert entry["kl_to_source"] < 0.02
-    last = "out"
-    if model_type == "llava":
-        last = "healed"
-        ok(convert("heal", tmp_path / "out", tmp_path / last, "--text", text, "--tokens", 256, "--context", 64))
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / last).eval()
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
     assert model.config.text_config.model_type == "deepseek_v3"
     for name, tensor in model.state_dict().items():
@@ -417,7 +408,7 @@ def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) 
     refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
 
 
-@pytest.mark.parametrize("model_type", SINKS)
+@pytest.mark.parametrize("model_type", rows(SINKS, ["gpt_oss"]))
 def test_sinks_are_kept_where_models_are_packed_or_their_cache_is_encoded(model_type: str, tmp_path: Path) -> None:
     source = saved(small(model_type, sliding_window=8, head_dim=32), tmp_path)
     ids, cut = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(0)), 33

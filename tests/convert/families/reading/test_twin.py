@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rows import rows
 from tiny import switched, tiny_config
 
 from attention.rope import Rotary
@@ -17,7 +18,7 @@ from convert.families.separate import SeparateProjections
 WINDOWED = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.has_heads])
+@pytest.mark.parametrize("model_type", rows(name for name, family in FAMILIES.items() if family.has_heads))
 def test_every_row_is_proved(model_type: str) -> None:
     twin = Twin(switched(model_type, True, **WINDOWED))
     assert disproof(FAMILIES[model_type].of(twin.config), twin) is None
