@@ -13,8 +13,7 @@ import torch
 
 from attention.errors import Failure
 from convert.calibration.survey import survey
-from convert.checkpoint.loadable import require_loadable
-from convert.checkpoint.loading import class_names
+from convert.checkpoint.loading import class_names, require_loadable
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job

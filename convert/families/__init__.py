@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import bloom, conv1d, falcon, latent, mpt, multi_query, separate, stacked
+from convert.families import alibi, falcon, gpt2, latent, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import around
 
@@ -13,11 +13,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *separate.ROWS,
         *stacked.ROWS,
-        mpt.FAMILY,
+        *alibi.ROWS,
         falcon.FAMILY,
-        bloom.FAMILY,
-        conv1d.FAMILY,
-        multi_query.FAMILY,
+        *gpt2.ROWS,
         *latent.ROWS,
     )
 }

@@ -312,11 +312,6 @@ class Family(ABC):
         traits = self.traits
         return traits.qk_norm is not None or traits.clip is not None
 
-    @property
-    def merges_norm_gains(self) -> bool:
-        """Whether the key norm has different gains per head, so that merging heads is inexact."""
-        return False
-
     def describe(self) -> dict[str, Any]:
         """The facts about its config that `convert inspect` prints, read without weights."""
         traits = self.traits

@@ -244,11 +244,6 @@ class SeparateProjections(Family):
             a = with_biases(a)
         return replace(a, o_bias=or_zeros(a.o_bias, a.o[:, 0, 0])) if self.o_bias is True else a
 
-    @property
-    def merges_norm_gains(self) -> bool:
-        norm = self._norm
-        return norm is not None and norm.per_head
-
     def inner_window(self, layer: int) -> int | None:
         return int(self.decoder.window_size) if self.local(self.decoder, layer) else None
 

@@ -1,6 +1,6 @@
 """Stock GPTBigCode with one KV head: the output class of MQA for sources whose blocks are GPT-2's.
 
-Their own classes cannot share KV heads, and this one can. `convert.families.multi_query` writes its tensors.
+Their own classes cannot share KV heads, and this one can. `convert.families.gpt2` writes its tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from convert.families.base import WINDOWS
-from convert.families.multi_query import GPT_BIGCODE, MultiQueryProjections
+from convert.families.gpt2 import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:

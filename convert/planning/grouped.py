@@ -137,12 +137,13 @@ def _inexact(family: Family, target: AttentionSpec, engine: Engine | None, metho
     notes: list[str] = []
     if behind:
         return notes
-    if method.text is not TextUse.IGNORED and family.traits.qk_norm:
+    norm = family.traits.qk_norm
+    if method.text is not TextUse.IGNORED and norm:
         note = "queries and keys are normalised, which costs in this class"
         kvfolds = [host for host in HOSTS["gqa"] if host.kind == "kvfold"]
         if any(unfit(host, family, target, engine) is None for host in kvfolds):
             note += "; gqa --class kvfold shares keys behind that, for less"
         notes.append(note)
-    if family.merges_norm_gains:
+    if norm and norm.per_head:
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return notes
