@@ -13,8 +13,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *separate.ROWS,
         *stacked.ROWS,
-        *alibi.ROWS,
+        alibi.MPT,
         falcon.FAMILY,
+        alibi.BLOOM,
         *gpt2.ROWS,
         *latent.ROWS,
     )

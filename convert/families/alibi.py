@@ -80,38 +80,36 @@ class Mpt(StackedProjections):
         return falling if len(falling) == heads else (*falling[1::2], *falling[::2])[:heads]
 
 
-ROWS = (
-    Bloom(
-        "bloom",
-        **MEGATRON,
-        names=megatron("transformer.h", "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
-            Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
-        ),
-        qkv_bias=True,
-        o_bias=True,
-        rotates=nowhere,
-        sums_unless=("apply_residual_connection_post_layernorm",),
-        attention_path="transformer.h.{layer}.self_attention",
-        base="transformer",
+BLOOM = Bloom(
+    "bloom",
+    **MEGATRON,
+    names=megatron("transformer.h", "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
+        Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
     ),
-    Mpt(
-        "mpt",
-        names=NameTable(
-            [
-                Row("transformer.wte", ("embedding",)),
-                in_layers("transformer.blocks", "norm_1", "attention_norm"),
-                in_layers("transformer.blocks", "norm_2", "mlp_norm"),
-                in_layers("transformer.blocks", "ffn.up_proj", "mlp.up"),
-                in_layers("transformer.blocks", "ffn.down_proj", "mlp.down"),
-                Row("transformer.norm_f", ("final_norm",)),
-                Row("lm_head", ("head",)),
-            ]
-        ),
-        qkv_name="Wqkv",
-        o_name="out_proj",
-        rotates=nowhere,
-        shares_heads=False,
-        attention_path="transformer.blocks.{layer}.attn",
-        base="transformer",
+    qkv_bias=True,
+    o_bias=True,
+    rotates=nowhere,
+    sums_unless=("apply_residual_connection_post_layernorm",),
+    attention_path="transformer.h.{layer}.self_attention",
+    base="transformer",
+)
+MPT = Mpt(
+    "mpt",
+    names=NameTable(
+        [
+            Row("transformer.wte", ("embedding",)),
+            in_layers("transformer.blocks", "norm_1", "attention_norm"),
+            in_layers("transformer.blocks", "norm_2", "mlp_norm"),
+            in_layers("transformer.blocks", "ffn.up_proj", "mlp.up"),
+            in_layers("transformer.blocks", "ffn.down_proj", "mlp.down"),
+            Row("transformer.norm_f", ("final_norm",)),
+            Row("lm_head", ("head",)),
+        ]
     ),
+    qkv_name="Wqkv",
+    o_name="out_proj",
+    rotates=nowhere,
+    shares_heads=False,
+    attention_path="transformer.blocks.{layer}.attn",
+    base="transformer",
 )

@@ -43,6 +43,7 @@ from attention.models import CODE, MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
+from convert.hosts import Host
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.kvfold import HOST, LATENT_HOST
@@ -391,6 +392,15 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
         target = family.of(config).spec.latent(8, 2)
         assert all(host.refuses(family.of(config), target) for host in (DEEPSEEK, MINICPM3)), name
         assert LATENT_HOST.refuses(family.of(config), target) is None, name
+
+
+@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, PHI], ids=lambda host: host.name)
+def test_other_blocks_are_refused(host: Host) -> None:
+    for name, row in FAMILIES.items():
+        if name not in host.families:
+            family = row.of(tiny_config(name))
+            target = family.spec.grouped(1) if host is PHI and family.has_heads else family.spec.latent(16, 8)
+            assert f"{name} does not have " in str(host.refuses(family, target))
 
 
 # ---- without kvfold --------------------------------------------------------------------------------------------------

@@ -363,22 +363,6 @@ def test_only_layers_that_rotate_are_counted_as_such() -> None:
     assert family.traits.layers_with_rotary == 2
 
 
-def with_copies(config: Any, path: Path) -> Path:
-    """Every other KV head is the same, and sinks are large and different."""
-    model, generator = random_model(config), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            attention.sinks.copy_(1.5 * torch.randn(8, generator=generator))
-            for projection in (attention.k_proj, attention.v_proj):
-                for parameter in projection.parameters():
-                    heads = parameter.unflatten(0, (4, -1))
-                    heads[2:] = heads[:2]
-    model.save_pretrained(path)
-    save_tokenizer(path)
-    return path
-
-
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
     source = saved(small("gpt_oss", sliding_window=8), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
