@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 from attention import rope
@@ -16,6 +16,7 @@ from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
+from convert.families.projections import join_factors
 
 if TYPE_CHECKING:
     import torch
@@ -91,20 +92,17 @@ class NormalisedLatent(Family):
         assert spec.kv_lora_rank is not None, "a latent has a rank"
         assert a.q_nope_bias is None, "the class has no place for biases"
         assert a.k_rope_bias is None, "nor for this one"
-        scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
-        down = torch.nn.functional.pad(_SIZE * a.down, (0, 0, 0, missing))
-        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing)) / math.sqrt(spec.kv_lora_rank)
-        kv_gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
-        queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
-        of_queries = {"q_proj.weight": queries}
-        if a.q_down is not None:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
-            gain = queries.new_ones(len(a.q_down))
-            of_queries = {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": gain, "q_b_proj.weight": queries}
-        local = of_queries | {
-            "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
-            "kv_a_layernorm.weight": torch.nn.functional.pad(kv_gain, (0, missing)),
-            "kv_b_proj.weight": up.flatten(0, 1),
-            "o_proj.weight": a.o.flatten(1),
+        local = join_factors(replace(a, down=_SIZE * a.down), spec.kv_lora_rank)
+        queries = local.pop("q_proj.weight") * (a.scale * math.sqrt(spec.key_dim))
+        if a.q_down is None:
+            local["q_proj.weight"] = queries
+        else:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
+            ones = queries.new_ones(len(a.q_down))
+            local |= {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": ones, "q_b_proj.weight": queries}
+        gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
+        local |= {
+            "kv_a_layernorm.weight": torch.nn.functional.pad(gain, (0, spec.kv_lora_rank - len(a.down))),
+            "kv_b_proj.weight": local["kv_b_proj.weight"] / math.sqrt(spec.kv_lora_rank),
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 

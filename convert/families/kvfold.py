@@ -18,8 +18,10 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
 from convert.families.projections import (
+    join_factors,
     join_heads,
     join_projections,
+    or_zeros,
     projection_shapes,
     split_factors,
     split_projections,
@@ -219,22 +221,13 @@ def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
 
 
 def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+    """The tensors of a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
     assert record.q_down is None, "the class has no latent of queries"
-    a, missing = record.paired("half"), rank - len(record.down)
-    down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
-    local = {
-        "q_proj.weight": torch.cat((a.q_nope, a.q_rope), 1).flatten(0, 1),
-        "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
-        "kv_b_proj.weight": torch.nn.functional.pad(up, (0, missing)).flatten(0, 1),
-        "o_proj.weight": a.o.flatten(1),
-        "o_proj.bias": a.o.new_zeros(len(a.o)) if a.o_bias is None else a.o_bias,
-    }
-    if a.q_nope_bias is not None and a.q_rope_bias is not None:
-        local["q_proj.bias"] = torch.cat((a.q_nope_bias, a.q_rope_bias), 1).flatten()
-        if len(a.k_rope):
-            of_key = torch.zeros_like(a.k_rope[:, 0]) if a.k_rope_bias is None else a.k_rope_bias
-            local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
+    a = record.paired("half")
+    local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
+    if "q_proj.bias" in local and len(a.k_rope):
+        of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
+        local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
     return local

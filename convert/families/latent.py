@@ -34,7 +34,7 @@ from convert.families.neutral import (
     query_scale,
     split_query_bias,
 )
-from convert.families.projections import or_zeros, split_factors
+from convert.families.projections import join_factors, or_zeros, split_factors
 
 if TYPE_CHECKING:
     import torch
@@ -121,31 +121,24 @@ class LatentLayout(Family):
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0
         # The class scales by (N + P)^-½.
-        scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
+        local, scale = join_factors(a, rank), a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
+        queries, biases = local.pop("q_proj.weight") * scale, local.pop("q_proj.bias", None)
+        if a.q_nope_bias is None:
+            local["q_proj.weight"] = queries
+        else:
+            width, size = queries.shape[1], query_scale(queries)
+            biases = queries.new_zeros(len(queries)) if biases is None else biases * scale
+            joined = join_query_bias(queries / size, biases, query_rank(width))
+            local |= query_latent(width, size, queries) | {"q_b_proj.weight": joined}
         values = constants(rank)
         constant = a.down.new_tensor(values) * level(values)
-        padding = a.down.new_zeros(rank - a.down.shape[0], a.down.shape[1])
         zeros = a.down.new_zeros(rank - len(constant))
-        norm = torch.cat((zeros + level(values), torch.zeros_like(constant)))
-        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, N + D, R]
-        queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
-        tensors = {"q_proj.weight": queries}
-        biases = queries.new_zeros(len(queries))
-        if a.q_nope_bias is not None and a.q_rope_bias is not None:
-            biases = (torch.cat((a.q_nope_bias, a.q_rope_bias), 1) * scale).flatten()
-        if a.q_nope_bias is not None:
-            width, size = queries.shape[1], query_scale(queries)
-            joined = join_query_bias(queries / size, biases, query_rank(width))
-            tensors = query_latent(width, size, queries) | {"q_b_proj.weight": joined}
-        tensors |= {
-            "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
+        local |= {
             "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
-            "kv_a_layernorm.weight": norm,
-            "kv_b_proj.weight": up.flatten(0, 1),
-            "o_proj.weight": a.o.flatten(1),
+            "kv_a_layernorm.weight": torch.cat((zeros + level(values), torch.zeros_like(constant))),
             "o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0]),
         }
-        return {f"{self.module(layer)}.{name}": tensor for name, tensor in tensors.items()}
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def _not_ours(self, what: str) -> Failure:
         return Failure(

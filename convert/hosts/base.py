@@ -127,16 +127,6 @@ def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) ->
     return name if activation in computed else "TransformersForCausalLM"
 
 
-def refuses_restarts(family: Family, rotary: Rotary | None) -> str | None:
-    """Why another class cannot carry a source with this RoPE whose own class computes its cache anew; None if it does not."""
-    if not family.restarts_cache or rotary is None or rotary.long_frequencies is None:
-        return None
-    return (
-        f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the cache anew, "
-        "and this one does not"
-    )
-
-
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:
     """Fields of a source's config that another class's keeps: the dtype as it is written, and what it has of `fields`."""
     named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
 from convert.families.neutral import constants, latent_size, query_rank
-from convert.hosts.base import Host, carried, refuses_restarts
+from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -71,8 +71,12 @@ class StockLatent(Host):
             return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
         if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
-        if reason := refuses_restarts(family, family.rotary(0)):
-            return reason
+        rotary = family.rotary(0)
+        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
+            return (
+                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
+                "cache anew, and this one does not"
+            )
         traits = family.traits
         if family.without_latent:
             return family.without_latent

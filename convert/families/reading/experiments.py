@@ -1,16 +1,13 @@
 """Reads a model type that has no row by experiments on small twins of its class (`twin.py`).
 
 A record that the search finds (`search.py`) has to compute what two twins do, and the layers of the class itself must not
-differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
-or a field of the config without which it would be read.
+differ otherwise. If none does, the type is refused, and the refusal says what is in the way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,8 +26,6 @@ from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_ot
 from convert.families.separate import SeparateProjections
 from eval.machine.capacity import without_weights
 
-_SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
-
 
 def find(config: Any) -> Family:
     """The family of a config whose type has no row.
@@ -40,24 +35,18 @@ def find(config: Any) -> Family:
     """
     stated = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if stated not in _FOUND:
-        _FOUND[stated] = _found_or_refused(config)
+        try:
+            _FOUND[stated] = _found(config)
+        except Unread as why:
+            runs = "`convert eval` measures it all the same; " if isinstance(why, Unexplained) else ""
+            hint = f"{runs}`convert families` lists the types that can be read"
+            _FOUND[stated] = Refusal(f"model type {config.model_type!r} cannot be read: {why}", hint=hint)
     if isinstance(found := _FOUND[stated], Refusal):
         raise found
     return replace(found, config=config)
 
 
 _FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take about a second
-
-
-def _found_or_refused(config: Any) -> Family | Refusal:
-    try:
-        return _found(config)
-    except Unread as why:
-        blamed = _blamed(config) if isinstance(why, Unexplained) else None
-        reason = f"it would be read without {blamed}" if blamed else str(why)
-        runs = "`convert eval` measures it all the same; " if isinstance(why, Unexplained) else ""
-        hint = f"{runs}`convert families` lists the types that can be read"
-        return Refusal(f"model type {config.model_type!r} cannot be read: {reason}", hint=hint)
 
 
 def _found(config: Any) -> Family:
@@ -158,18 +147,4 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
             there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
             if wanted == there and family.unreadable is None and disproof(family, twin) is None:
                 return family
-    return None
-
-
-def _blamed(config: Any) -> str | None:
-    """A field of the config, and its value, without which the type could be read; None if no single one is."""
-    for name, value in vars(config).items():
-        if name.startswith("_") or not isinstance(value, (bool, int, float)) or not value or _SIZES.search(name):
-            continue
-        for without in (False,) if value is True else (None, type(value)()):
-            changed = copy.deepcopy(config)
-            with contextlib.suppress(Exception):  # configs check their fields by errors of many kinds
-                setattr(changed, name, without)
-                _found(changed)
-                return f"{name} {value} in config.json"
     return None

@@ -31,7 +31,7 @@ class Unread(Exception):
 
 
 class Unexplained(Unread):
-    """The same, of an attention whose parameters a record has: a field of the config may be in the way."""
+    """The same, of an attention whose parameters a record has: what it computes is in the way."""
 
 
 # ---- where the projections are -------------------------------------------------------------------------------------------
