@@ -241,6 +241,7 @@ def test_what_stays_keeps_a_precision_that_the_rest_does_not_have(checkpoint: Ma
 
     tensors = weights(damage(source, narrow))
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--no-text"))
+    assert 'from_pretrained("path/to/this/directory", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
     found = weights(tmp_path / "out")
     for name, own in kept.items():
         assert torch.equal(found[own].flatten(), tensors[name].flatten())
