@@ -12,9 +12,10 @@ import torch
 
 def comes_back(family: Any, config: Any, layer: int = 1, dtype: torch.dtype = torch.float32) -> Any:
     """Join is the inverse of split, bit for bit; the record in between."""
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.of(config).shapes(layer).items()}
-    record = family.of(config).split(tensors, layer)
-    back = family.join(record, family.of(config).spec, layer)
+    family = family.of(config)
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(layer).items()}
+    record = family.split(tensors, layer)
+    back = family.join(record, family.spec, layer)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == dtype

@@ -65,7 +65,7 @@ def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> N
     family = FAMILIES[model_type].of(config)
     layer = data.draw(st.integers(0, config.num_hidden_layers - 1), "layer")
     record = comes_back(family, config, layer, data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    spec = family.of(config).spec
+    spec = family.spec
     assert record.q.shape == (spec.num_heads, spec.head_dim, config.hidden_size)
     assert record.k.shape == record.v.shape == (spec.num_kv_heads, spec.head_dim, config.hidden_size)
 

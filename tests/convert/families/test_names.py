@@ -53,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(saved: tuple[Any, Reader, Family]) -> None:
     config, reader, family = saved
-    attention = {name for layer in range(config.num_hidden_layers) for name in family.of(config).shapes(layer)}
+    attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(layer)}
     assert attention < reader.infos.keys()
     roles: list[str] = []
     for name in reader.infos.keys() - attention:

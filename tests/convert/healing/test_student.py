@@ -88,7 +88,7 @@ def test_gradients_through_a_neutral_norm_are_the_references() -> None:
 
     family = family_of("deepseek_v3").of(config)
     leaves = {name: p.detach().clone().requires_grad_(True) for name, p in attention.named_parameters()}
-    record = family.of(config).split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, 0)
+    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, 0)
     (latent_attention(x, record) * direction).sum().backward()
     masks = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
     for name, gradient in found.items():

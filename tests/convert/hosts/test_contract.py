@@ -388,10 +388,10 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
 def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
     for name, changes in BEYOND.items():
-        config, family = tiny_config(name, **changes), FAMILIES[name]
-        target = family.of(config).spec.latent(8, 2)
-        assert all(host.refuses(family.of(config), target) for host in (DEEPSEEK, MINICPM3)), name
-        assert LATENT_HOST.refuses(family.of(config), target) is None, name
+        family = FAMILIES[name].of(tiny_config(name, **changes))
+        target = family.spec.latent(8, 2)
+        assert all(host.refuses(family, target) for host in (DEEPSEEK, MINICPM3)), name
+        assert LATENT_HOST.refuses(family, target) is None, name
 
 
 @pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, PHI], ids=lambda host: host.name)

@@ -67,10 +67,10 @@ def test_settings_are_carried() -> None:
         "opt": {"dropout": 0.25, "attention_dropout": 0.5},
     }
     for model_type, changes in names.items():
-        config = tiny_config(model_type, **changes, **({} if model_type == "opt" else {"layer_norm_epsilon": 1e-3}))
-        family = FAMILIES[model_type]
-        sized = HOST.sized({"own_key": 5}, family.of(config), family.of(config).spec.grouped(1))
-        assert family.of(config).spec.grouped(1) == FAMILIES["gpt_bigcode"].of(sized).spec
+        more = {} if model_type == "opt" else {"layer_norm_epsilon": 1e-3}
+        family = FAMILIES[model_type].of(tiny_config(model_type, **changes, **more))
+        sized = HOST.sized({"own_key": 5}, family, family.spec.grouped(1))
+        assert family.spec.grouped(1) == FAMILIES["gpt_bigcode"].of(sized).spec
         expected = dropped | ({"embd_pdrop": 0.0} if model_type == "opt" else {})
         assert {name: getattr(sized, name) for name in dropped} == expected
         assert sized.layer_norm_epsilon == (1e-5 if model_type == "opt" else 1e-3)
@@ -97,13 +97,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_class_does_not_do_is_refused_and_kvfolds_class_does_it(case: str) -> None:
     model_type, changes, message = REFUSED[case]
-    config, family = tiny_config(model_type, **changes), FAMILIES[model_type]
-    target = family.of(config).spec.grouped(1)
-    assert message in str(HOST.refuses(family.of(config), target))
-    assert kvfold.HOST.refuses(family.of(config), target) is None
+    family = FAMILIES[model_type].of(tiny_config(model_type, **changes))
+    target = family.spec.grouped(1)
+    assert message in str(HOST.refuses(family, target))
+    assert kvfold.HOST.refuses(family, target) is None
 
 
 def test_it_has_one_kv_head() -> None:
-    config, family = tiny_config("gpt2"), FAMILIES["gpt2"]
-    assert HOST.refuses(family.of(config), family.of(config).spec.grouped(2)) == "it has one KV head, not 2"
-    assert HOST.refuses(family.of(config), family.of(config).spec.grouped(1)) is None
+    family = FAMILIES["gpt2"].of(tiny_config("gpt2"))
+    assert HOST.refuses(family, family.spec.grouped(2)) == "it has one KV head, not 2"
+    assert HOST.refuses(family, family.spec.grouped(1)) is None

@@ -48,30 +48,30 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
     expected = {"biogpt", "bloom", "falcon", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "mpt", "opt", "xglm"}
     assert set(IGNORING) == expected, "of others, a stock class can"
     assert expected | BEHIND.keys() == HOST.families
-    for name, family in FAMILIES.items():
-        config = tiny_config(name)
-        spec = family.of(config).spec
+    for name, row in FAMILIES.items():
+        family = row.of(tiny_config(name))
+        spec = family.spec
         if name in IGNORING:
-            assert HOST.refuses(family.of(config), spec.grouped(1)) is None
+            assert HOST.refuses(family, spec.grouped(1)) is None
             why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
-            assert why in str(SOURCE.refuses(family.of(config), spec.grouped(2)))
+            assert why in str(SOURCE.refuses(family, spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
-            assert SOURCE.refuses(family.of(config), spec) is None, "a copy"
-            assert SOURCE.config({"a": 1}, family.of(config), spec, None) == {"a": 1}, "a stray key would mislead others"
-        elif spec.kv_lora_rank is None and not family.of(config).needs_projections:
-            assert HOST.refuses(family.of(config), spec.grouped(1)), "its own class can"
+            assert SOURCE.refuses(family, spec) is None, "a copy"
+            assert SOURCE.config({"a": 1}, family, spec, None) == {"a": 1}, "a stray key would mislead others"
+        elif spec.kv_lora_rank is None and not family.needs_projections:
+            assert HOST.refuses(family, spec.grouped(1)), "its own class can"
 
 
 def test_a_config_nests_the_sources() -> None:
     config = tiny_config("gpt_neox", attention_bias=False)
-    family = family_of("gpt_neox")
+    family = family_of("gpt_neox").of(config)
     raw = config.to_dict() | {"architectures": ["GPTNeoXForCausalLM"], "own_key": 5, "dtype": "bfloat16"}
-    target = family.of(config).spec.grouped(2)
-    found = HOST.config(raw, family.of(config), target, None)
+    target = family.spec.grouped(2)
+    found = HOST.config(raw, family, target, None)
     assert (found["model_type"], found["dtype"], found["qkv_bias"], found["o_bias"]) == (MODEL_TYPE, "bfloat16", False, False)
     assert (found["text_config"]["own_key"], found["text_config"]["num_key_value_heads"]) == (5, 2)
     assert "architectures" not in found["text_config"]
-    sized = HOST.sized(raw, family.of(config), target)
+    sized = HOST.sized(raw, family, target)
     layout = HOST.layout(family)
     assert layout.of(sized).spec == target
     again = HOST.config(found, layout.of(sized), target.grouped(1), None)
@@ -203,12 +203,12 @@ def test_what_its_attention_does_not_do_is_refused(
 ) -> None:
     import dataclasses
 
-    family, config = FAMILIES["gpt_neox"], tiny_config("gpt_neox")
-    traits, rotary = family.of(config).traits, family.of(config).rotary(0)
+    family = FAMILIES["gpt_neox"].of(tiny_config("gpt_neox"))
+    traits, rotary = family.traits, family.rotary(0)
     assert rotary is not None
     monkeypatch.setattr(type(family), "traits", property(lambda _: dataclasses.replace(traits, **changed)))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
-    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.grouped(2)))
+    assert message in str(HOST.refuses(family, family.spec.grouped(2)))
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families | LATENT_HOST.families))
@@ -223,9 +223,9 @@ def test_what_it_holds_of_the_source_has_the_sources_dtypes(model_type: str) -> 
 
     source = {
         name: torch.empty(shape, dtype=torch.float32 if wide(name) else torch.bfloat16, device="meta")
-        for name, shape in family.of(config).shapes(0).items()
+        for name, shape in family.shapes(0).items()
     }
-    found = LATENT_HOST.layout(family).dtypes(source, family.of(config), 0)
+    found = LATENT_HOST.layout(family).dtypes(source, family, 0)
     assert found == {name: torch.float32 if wide(name) else torch.bfloat16 for name in found}
     for part in ("norm", ".bias", ".weight"):
         assert any(part in name for name in found) == any(part in name for name in source)

@@ -49,8 +49,8 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
     ],
 )
 def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], message: str) -> None:
-    config, family = tiny_config("gemma", **changes), family_of("gemma")
-    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.latent(16, 8)))
+    family = family_of("gemma").of(tiny_config("gemma", **changes))
+    assert message in str(HOST.refuses(family, family.spec.latent(16, 8)))
 
 
 def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -27,18 +27,19 @@ def as_phi(model: Any) -> Any:
     """The same model as the host makes it, at the source's size."""
     from transformers import AutoModelForCausalLM
 
-    family, config = FAMILIES[model.config.model_type], model.config
-    spec, layout, state = family.of(config).spec, HOST.layout(family), model.state_dict()
+    config = model.config
+    family = FAMILIES[config.model_type].of(config)
+    spec, layout, state = family.spec, HOST.layout(family), model.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(config.num_hidden_layers):
-        record = family.of(config).split(layer_tensors(model, family, layer), layer)
+        record = family.split(layer_tensors(model, family, layer), layer)
         tensors |= layout.join(record, spec, layer)
     for name, tensor in state.items():
         if (place := family.names.place(name)) is not None:
             there = layout.names.holding(place.roles[0])
             assert there is not None, name
             tensors[there.name] = tensor
-    made = AutoModelForCausalLM.from_config(HOST.sized({}, family.of(config), spec), attn_implementation="eager").eval()
+    made = AutoModelForCausalLM.from_config(HOST.sized({}, family, spec), attn_implementation="eager").eval()
     made.load_state_dict(tensors, strict=True)
     return made
 
@@ -130,9 +131,9 @@ def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, c
 
 
 def test_kvfolds_class_is_built_around_it() -> None:
-    config, family = tiny_config("codegen"), FAMILIES["codegen"]
-    raw = config.to_dict() | {"dtype": "bfloat16", "architectures": ["CodeGenForCausalLM"]}
-    found = LATENT_HOST.config(raw, family.of(config), family.of(config).spec.latent(16, 4), family.of(config).rotary(0))
+    family = FAMILIES["codegen"].of(tiny_config("codegen"))
+    raw = family.config.to_dict() | {"dtype": "bfloat16", "architectures": ["CodeGenForCausalLM"]}
+    found = LATENT_HOST.config(raw, family, family.spec.latent(16, 4), family.rotary(0))
     layout = LATENT_HOST.layout(family)
     assert isinstance(layout, KvfoldProjections)
     assert layout.inner == FAMILIES["phi"]

@@ -105,8 +105,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
     ],
 )
 def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    config, family = tiny_config(model_type, **changes), family_of(model_type)
-    assert message in str(HOST.refuses(family.of(config), family.of(config).spec.latent(16, 8)))
+    family = family_of(model_type).of(tiny_config(model_type, **changes))
+    assert message in str(HOST.refuses(family, family.spec.latent(16, 8)))
 
 
 def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:
