@@ -149,13 +149,13 @@ def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:
 
     for model_type in ("llama", "deepseek_v3"):
         made = source(model_type)
-        assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config, False)
+        assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config)
 
 
 def test_grouped_targets_begin_with_the_source(source: Sources) -> None:
-    kinds = [target.kind for target in grouped_targets(FAMILIES["llama"].spec(source().config))]
+    kinds = [target.kind for target in grouped_targets(FAMILIES["llama"].of(source().config).spec)]
     assert kinds == ["GQA-4", "GQA-2", "MQA"]
-    assert grouped_targets(FAMILIES["deepseek_v3"].spec(source("deepseek_v3").config)) == []
+    assert grouped_targets(FAMILIES["deepseek_v3"].of(source("deepseek_v3").config).spec) == []
 
 
 def test_support_has_a_row_for_each_family() -> None:

@@ -61,19 +61,23 @@ def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, outpu
     assert found.notes == ("15 of 16 latent channels carry keys and values; 1 holds a constant for the norm of deepseek_v3",)
 
 
+def bounds_of(made: Source) -> LatentBounds:
+    return LatentBounds(made, family_of(made.model_type).of(made.config), HOST)
+
+
 def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
-    bounds = LatentBounds(source(), family_of("llama"), HOST)
+    bounds = bounds_of(source())
     assert bounds.full_rank(8) == 2 * 4 * 8 - 8
     assert bounds.full_rank(32) == 32
-    narrow = LatentBounds(source(hidden_size=24), family_of("llama"), HOST)
+    narrow = bounds_of(source(hidden_size=24))
     assert narrow.full_rank(8) == 24, "the width of the model, where that is less"
-    mixed = LatentBounds(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128), family_of("smollm3"), HOST)
+    mixed = bounds_of(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128))
     assert mixed.full_rank(8) == 64, "layers without positions have all of their keys in the latent"
 
 
 @pytest.mark.parametrize(("channels", "rank"), [(15, 16), (16, 17), (17, 18), (18, 20), (20, 22), (21, 22), (22, 24)])
 def test_constants_come_on_top(channels: int, rank: int, source: Sources) -> None:
-    assert LatentBounds(source(), family_of("llama"), HOST).with_reserved(channels) == rank
+    assert bounds_of(source()).with_reserved(channels) == rank
     assert rank - HOST.reserved(rank) >= channels
     assert all(less - HOST.reserved(less) < channels for less in range(1, rank))
 
@@ -162,7 +166,7 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made, plan.target.spec, None) == made.raw
+        assert plan.target.config(made.raw, plan.family, plan.target.spec, None) == made.raw
 
 
 def test_a_copy_in_another_dtype_is_not_called_one_of_bits(source: Sources, output: Output) -> None:
@@ -183,12 +187,12 @@ def test_a_smaller_latent_is_planned_like_any_other(
     made = source("deepseek_v3")
     found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
-    assert LatentBounds(made, family_of("deepseek_v3"), HOST).full_rank(rope) == full
+    family = family_of("deepseek_v3").of(made.config)
+    assert LatentBounds(made, family, HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
-    config = found.config(
-        made, found.spec, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved")
-    )
+    kept = family.rotary(0).select(list(range(rope // 2)), "interleaved")
+    config = found.config(made.raw, family, found.spec, kept)
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 
@@ -216,11 +220,7 @@ def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: 
 
 
 def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
-    made, family = (
-        source("deepseek_v3", qk_rope_head_dim=64, head_dim=64, kv_lora_rank=512, hidden_size=2048),
-        family_of("deepseek_v3"),
-    )
-    bounds = LatentBounds(made, family, HOST)
+    bounds = bounds_of(source("deepseek_v3", qk_rope_head_dim=64, head_dim=64, kv_lora_rank=512, hidden_size=2048))
     assert bounds.for_budget(576) == (512, 64)
     assert bounds.for_budget(288) == (224, 64)
     assert bounds.for_budget(800) == (512, 64), "no more than there is"

@@ -52,10 +52,10 @@ def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, met
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    rotary = plan.family.first_rotary(plan.source.config)
+    rotary = plan.family.of(plan.source.config).first_rotary
     assert rotary is not None
     kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source, plan.target.spec, kept), plan.config(plan.target.spec, kept)
+    return plan.target.config(plan.source.raw, plan.family, plan.target.spec, kept), plan.config(plan.target.spec, kept)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def test_a_result_with_the_whole_rope_holds_everywhere(source: Sources, output: 
     grouped = plan_grouped(Request(made, output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
     assert grouped.calibrated is None
     spec = grouped.target.spec
-    assert grouped.config(spec, None) == grouped.target.config(made, spec, None)
+    assert grouped.config(spec, None) == grouped.target.config(made.raw, grouped.family, spec, None)
 
 
 def test_where_keys_rotate_in_part_these_dims_are_the_whole(source: Sources, output: Output) -> None:

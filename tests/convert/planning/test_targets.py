@@ -8,7 +8,7 @@ from records import record
 from targets import MHA, grouped, latent
 from tiny import tiny_config
 
-from attention.spec import AttentionSpec
+from convert.families import FAMILIES
 from convert.hosts import deepseek_v3
 from convert.methods import load_latent
 from convert.planning.targets import LatentTarget
@@ -57,10 +57,9 @@ def test_an_allocation_begins_with_what_the_sizes_say() -> None:
 
 
 def test_a_copy_keeps_the_config_as_it_was_written() -> None:
-    source = dataclasses.make_dataclass("Written", ["raw", "config"])
-    written = source({"model_type": "deepseek_v3", "odd": 1}, tiny_config("deepseek_v3"))
-    before = AttentionSpec.from_config(written.config)
+    raw, family = {"model_type": "deepseek_v3", "odd": 1}, FAMILIES["deepseek_v3"].of(tiny_config("deepseek_v3"))
+    before = family.spec
     target = LatentTarget(before, before, load_latent("svd"), deepseek_v3.HOST, 15)
     assert target.copies
-    assert target.config(written, target.spec, None) == written.raw
-    assert target.config(written, None) is not written.raw
+    assert target.config(raw, family, target.spec, None) == raw
+    assert target.config(raw, family, target.spec, None) is not raw
