@@ -16,6 +16,7 @@ from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, measured, record
 from rows import rows
 from safetensors.torch import load_file
+from streams import blocks_of, stream_of
 from tiny import tiny_config, tiny_model
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -24,7 +25,6 @@ from convert.api import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import refitted
-from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
@@ -32,7 +32,6 @@ from convert.methods.algebra import leading_subspace
 from convert.methods.blocks import Blocks
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
-from eval.inputs.reader import TensorInfo
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
@@ -165,14 +164,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def stream_of(model: Any, spool: Path, device: torch.device) -> LayerStream:
-    tensors = model.state_dict()
-    infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    paths = [name for name, _ in model.named_modules() if name.endswith((".self_attn", ".attn"))]
-    blocks = torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(1))
-    return LayerStream(model.config, paths, tensors.__getitem__, infos, Blocks.whole(blocks), spool, device)
-
-
 @pytest.fixture
 def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes cannot be made parameters or outputs of layers by their class, as accelerate and the stream do."""
@@ -193,7 +184,7 @@ def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(make: Callable[[], Any], tmp_path: Path) -> None:
     model, seen = make(), list[torch.Tensor]()
     with fake_gpu():
-        stream = stream_of(model, tmp_path / "spool", GPU)
+        stream = stream_of(model, tmp_path / "spool", blocks_of(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
         found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)
         assert devices(found(1)) == {"cpu"}

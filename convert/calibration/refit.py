@@ -61,7 +61,7 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
 
 
 def sample_for(width: int, normed: bool = False) -> int:
-    """The tokens that layers of a model of that width are fitted on; `normed` with a norm (`convert.methods.constant_norm`)."""
+    """The tokens that layers of a model of that width are fitted on; `normed` with a norm (`convert.methods.portable_norm`)."""
     return max(EXCERPT, min(_NORMED_TOKENS if normed else _TOKENS, _NUMBERS // width))
 
 

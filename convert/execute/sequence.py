@@ -24,7 +24,7 @@ from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Decision
 from convert.execute.job import Job
 from convert.execute.layer import Layer, error_of
-from convert.execute.manifest import Manifest
+from convert.execute.manifest import Manifest, Unconverted
 from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
@@ -55,7 +55,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
         for layer in range(begin, layers):
             if shelf.has(layer):
                 converted = _get(shelf, layer)
-                pair.teacher.advance(layer, keep=True)
+                pair.teacher.advance(layer)
             else:
                 converted = _converted(job, pair, decision, layer)
                 shelf.put(layer, converted.tensors, converted.note)
@@ -96,11 +96,9 @@ class _Pair:
         plan, work = decision.plan, job.work.steps
         layout = plan.target.host.layout(plan.family)
         config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
-        read, infos = job.reader.__getitem__, job.reader.infos
-        source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
-        made = partial(manifest.read, job.reader)
+        source = job.stream(text, plan.source.config, plan.family, job.reader, work / "teacher")
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, plan.target.spec)
-        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student", cache)
+        result = job.stream(text, config, layout, Unconverted(manifest, job.reader), work / "student", cache)
         return cls(plan, text, layout, layout.traits(config).o_bias, source, result)
 
     def begin(self, missing: int) -> int:
@@ -135,7 +133,7 @@ class _Pair:
         if self.text.calibration.refit:
             after = self._refitted(layer, after)
         else:
-            self.teacher.advance(layer, keep=True)
+            self.teacher.advance(layer)
         if not self.text.calibration.refine:
             return after, {}
         write = partial(self.write, layer)
@@ -149,10 +147,9 @@ class _Pair:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
                 own = self.student.batch(layer, batch)
-                read = run.into(own, weights, self.layout.output(layer))
-                fit.see(read, added + inputs - own if lacking else added)
+                fit.see(run.read(own, weights), added + inputs - own if lacking else added)
 
-            self.teacher.advance(layer, attended=attended, output=self.plan.family.output(layer), keep=True)
+            self.teacher.advance(layer, attended=attended)
         return fit.record()
 
 

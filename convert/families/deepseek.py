@@ -99,7 +99,7 @@ class NormalisedLatent(Family):
         kv_gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
         queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
         of_queries = {"q_proj.weight": queries}
-        if a.q_down is not None:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
+        if a.q_down is not None:  # its root mean square is one (`convert.methods.portable_norm.behind_norm`)
             gain = queries.new_ones(len(a.q_down))
             of_queries = {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": gain, "q_b_proj.weight": queries}
         local = of_queries | {

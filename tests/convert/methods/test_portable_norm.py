@@ -11,7 +11,7 @@ from records import factored, inputs, record
 from attention.forward import attention_output, output_error
 from attention.record import FactoredAttention
 from convert.methods.blocks import Blocks
-from convert.methods.constant_norm import with_constant_norm
+from convert.methods.portable_norm import with_constant_norm
 
 WIDTH = 20
 
