@@ -218,8 +218,8 @@ def test_logits_that_are_not_finite_fail(checkpoint: Make, tmp_path: Path) -> No
         written(source, tmp_path / "kept")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "bloom", "falcon", "gemma2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "bloom", "gemma2"])
 def test_families_write(model_type: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a latent, without RoPE, with ALiBi, one KV head, windows and caps, QK-norm."""
+    """Over a latent, with ALiBi, windows and caps."""
     monkeypatch.setattr(writing, "_LEAST_WORDS", 0.0)  # a random Gemma repeats what it has read
     assert written(checkpoint(model_type), tmp_path / "kept", rows=3, length=12).shape == (3, 12)
