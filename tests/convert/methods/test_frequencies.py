@@ -31,7 +31,7 @@ def test_every_layer_counts_the_same_however_large_its_losses() -> None:
     assert pairs_by_loss([single, spread, spread], 1) == (0,)  # 1 : 0.71, the sums being one and not the maxima
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(scales=st.lists(st.floats(1e-20, 1e20), min_size=1, max_size=4), count=st.integers(0, 12), seed=st.integers(0, 99))
 def test_a_layers_scale_changes_nothing(scales: list[float], count: int, seed: int) -> None:
     tables = [
@@ -59,6 +59,7 @@ def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
     assert ladders(2, 2) == [(0, 0.5), (0, 1)]
 
 
+@settings(max_examples=30)
 @given(count=st.integers(1, 40), more=st.integers(0, 40))
 def test_ladders_are_geometric(count: int, more: int) -> None:
     found = ladders(count, count + more)
