@@ -18,7 +18,7 @@ from attention.record import Attention
 from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored
 from convert.methods.distances import assumed_mass, mass
-from convert.methods.latent import rotary_of
+from convert.methods.latent import RopePart, rotary_of
 from convert.methods.statistics import Statistics, excerpt
 
 
@@ -95,11 +95,18 @@ class Atoms:
     coefficients: torch.Tensor
     keys: torch.Tensor
 
-    def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
-        """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
-        kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
-        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
-        return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
+    def rope(self, keys: RopeKeys) -> RopePart:
+        """The rotary part that they are."""
+        kept, record = rotary_of(keys.attention).select(self.pairs, "interleaved"), keys.attention
+        queries = kept.from_complex(torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w))
+        shared = kept.from_complex(self.keys[None])[0]
+        return RopePart(
+            kept,
+            queries[..., :-1].float(),
+            shared[..., :-1].float(),
+            None if record.q_bias is None else queries[..., -1].float(),
+            None if record.k_bias is None else shared[..., -1].float(),
+        )
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""

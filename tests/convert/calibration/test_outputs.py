@@ -116,7 +116,7 @@ def test_the_error_on_a_half_is_that_of_its_tokens(biased: bool) -> None:
     fit = OutputFit(a)
     for part in range(2):
         fit.see(read[part : part + 1], target[part : part + 1])
-    one, other = fit._halves
+    one, other = fit._halves.values()
     change, bias = one.fitted(1e-2, biased)
     moved = dataclasses.replace(
         a,
