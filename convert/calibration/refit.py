@@ -98,7 +98,7 @@ class _Search:
         return tried[best]
 
     def _lacking(self, after: Record) -> torch.Tensor:
-        """`[tokens, E]`, of the outputs; what was computed last is at hand."""
+        """`[tokens, E]`, of the outputs. The last result is cached."""
         if self._last and self._last[0] is after:
             return self._last[1]
         return self._expected - attention_output(after, self._blocks)

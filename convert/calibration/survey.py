@@ -190,7 +190,7 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
-    plain = {"second": found.second, "mean": found.mean, "sample": found.sample.rows}
+    plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
     queries = {} if found.queries is None else {"queries": found.queries}
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
@@ -200,6 +200,6 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    attended = {name[len(_ATTENDED) :]: tensors.pop(name) for name in list(tensors) if name.startswith(_ATTENDED)}
-    sample = Blocks(tensors.pop("sample"), tuple(note.pop("cuts")))
-    return Statistics(**tensors, **note, attended=Attended(**attended), sample=sample)
+    attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
+    sample, moments = Blocks(tensors["sample"], tuple(note.pop("cuts"))), (tensors["second_moment"], tensors["first_moment"])
+    return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=tensors.get("queries"))

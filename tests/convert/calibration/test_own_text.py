@@ -98,15 +98,18 @@ def test_how_many_rows_are_written_at_once_changes_nothing(
     assert torch.equal(written(source, tmp_path / "single"), whole)
 
 
-def test_a_text_that_ends_is_followed_by_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [1, None])
+def test_a_text_that_ends_is_followed_by_another(start: int | None) -> None:
+    """By the token that begins texts, or by one that is drawn."""
     model = tiny_model(tiny_config("llama"))
-    always(model, 2, 5, 6, 7, 8)
-    voice = Voice(1, frozenset({2}), None, 96)
-    rows = writing._Writer(model, voice, 40).written(0, torch.rand(4, 40, dtype=torch.float64))
+    always(model, 2, 5)
+    writer, begins = writing._Writer(model, Voice(start, frozenset({2}), None, 96), 40), {start} if start else {7, 8, 9}
+    writer._starts = torch.tensor([7, 8, 9])
+    rows = writer.written(0, torch.rand(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     ends = (rows[:, :-1] == 2).nonzero().tolist()
-    assert ends
-    assert all(rows[row, place + 1] == 1 for row, place in ends)
-    assert (rows[:, 1:] == 1).sum() == len(ends)
+    assert {int(rows[row, place + 1]) for row, place in ends} == begins
+    assert set(rows[:, 0].tolist()) <= begins
+    assert len(ends) + 4 == sum(int((rows == token).sum()) for token in begins)
 
 
 def test_turns_follow_the_template(checkpoint: Make) -> None:
@@ -180,18 +183,6 @@ def test_a_token_between_texts_begins_them(checkpoint: Make, tmp_path: Path) -> 
     file = source / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<s>"}))
     assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
-
-
-def test_behind_an_end_another_token_is_drawn(tmp_path: Path) -> None:
-    model = tiny_model(tiny_config("llama"))
-    always(model, 2, 5)
-    writer = writing._Writer(model, Voice(None, frozenset({2}), None, 96), 40)
-    writer._starts = torch.tensor([7, 8, 9])
-    rows = writer.written(0, torch.rand(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    ends = (rows[:, :-1] == 2).nonzero().tolist()
-    assert {int(rows[row, place + 1]) for row, place in ends} == {7, 8, 9}
-    assert set(rows[:, 0].tolist()) <= {7, 8, 9}
-    assert len(ends) + 4 == int((rows > 6).sum())
 
 
 def test_a_model_without_a_tokenizer_writes_too(checkpoint: Make, tmp_path: Path) -> None:

@@ -31,20 +31,6 @@ def test_every_layer_counts_the_same_however_large_its_losses() -> None:
     assert pairs_by_loss([single, spread, spread], 1) == (0,)  # 1 : 0.71, the sums being one and not the maxima
 
 
-@settings(max_examples=30, deadline=None)
-@given(scales=st.lists(st.floats(1e-20, 1e20), min_size=1, max_size=4), count=st.integers(0, 12), seed=st.integers(0, 99))
-def test_a_layers_scale_changes_nothing(scales: list[float], count: int, seed: int) -> None:
-    tables = [
-        torch.rand(4, 3, generator=torch.Generator().manual_seed(seed + i)).double().sort(-1, descending=True).values
-        for i in range(len(scales))
-    ]
-    found = pairs_by_loss(tables, count)
-    assert found == pairs_by_loss([table * scale for table, scale in zip(tables, scales, strict=True)], count)
-    assert len(found) == count
-    assert list(found) == sorted(found)
-    assert all(found.count(pair) <= 3 for pair in found)
-
-
 def test_equals_are_taken_from_the_first_frequency_on() -> None:
     for count in range(7):
         assert pairs_by_loss([torch.ones(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]

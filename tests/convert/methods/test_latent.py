@@ -70,17 +70,6 @@ def test_full_size_behind_projections_is_the_same_function(
 
 
 @pytest.mark.parametrize("method", LATENT)
-@pytest.mark.parametrize("name", ["q_bias", "k_bias", "v_bias", "o_bias"])
-def test_each_bias_has_a_place(method: str, name: str) -> None:
-    whole = record(nope=2)
-    a = dataclasses.replace(record(nope=2, biased=False), **{name: getattr(whole, name)})
-    kept = every_pair(a)
-    found = factor(method, a, Allocation(full_rank(a, kept), kept))
-    assert loss(a, found) < 1e-5
-    assert (run(a, inputs(20)) - run(record(nope=2, biased=False), inputs(20))).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("method", LATENT)
 def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follows(method: str) -> None:
     a = record()
     assert a.rotary is not None

@@ -81,23 +81,6 @@ def test_a_few_iterations_are_enough_to_choose_by() -> None:
         torch.testing.assert_close(rough, expected, rtol=0.05, atol=0)
 
 
-def test_two_keys_at_one_frequency_are_both_found() -> None:
-    a = record(groups=2, share=1, pairs=4, width=30, biased=False)
-    k = a.k.clone().unflatten(1, (2, 4))
-    k[:, :, [0, 1, 3]] = 0
-    keys = keys_of(dataclasses.replace(a, k=k.flatten(1, 2)))
-    pursuit = Pursuit.of(keys)
-    assert pairs_by_pursuit([pursuit], 2) == (2, 2)
-    for pair in (2, 2):
-        pursuit.explained()
-        pursuit.take(pair)
-    settle(pursuit)
-    assert float(pursuit.explained().max()) < 1e-6, "nothing is left"
-    atoms = pursue(keys, (2, 2))
-    found = atoms.coefficients.mT.unsqueeze(-1).mul(atoms.keys[None, :, None]).sum(1)  # [H, L, E + 1]
-    torch.testing.assert_close(found[:, 2], keys.z[:, 2], rtol=1e-4, atol=1e-4)
-
-
 def test_one_atom_serves_frequencies_that_are_next_to_equal() -> None:
     a = record(groups=2, share=1, pairs=4, width=30, biased=False)
     assert a.rotary is not None

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latents import same_logits, tokens
-from rows import rows
 from written import damage, edit, left_nothing, ok, refused, weights
 
 from attention import load
@@ -134,7 +133,7 @@ def stock(path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", rows(["llama", "gpt2", "qwen3", "gemma2", "olmo2", "cohere2", "qwen2"]))
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_results_run_alike_in_every_way(
     model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
