@@ -283,12 +283,8 @@ class LayerStream:
                 out(result)
 
         attention, last = (self._model.get_submodule(path(layer)) for path in (self._paths.module, self._paths.output))
-        handles = attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)
-        try:
+        with attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         shape, module = (hidden.shape[0], hidden.shape[1]), self._model.get_submodule(self._path(layer))
@@ -345,12 +341,8 @@ class OpenLayer:
             seen.append(args[0])
             raise _EnoughError
 
-        handle = self._output.register_forward_pre_hook(look)
-        try:
-            with contextlib.suppress(_EnoughError):
-                self(hidden, weights)
-        finally:
-            handle.remove()
+        with self._output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
+            self(hidden, weights)
         return seen[0]
 
 

@@ -52,11 +52,10 @@ class Moments:
         self._layer, self._attention, self._text = layer, attention, stream.text
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._index_of = {row: index for index, row in enumerate(self.sampled)}
-        self._seen = 0
+        self._seen = 0  # rows
         shape = len(self.sampled), self._text.context, stream.width
         self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
         width = attention.k.shape[-1]
-        self._tokens = torch.zeros((), dtype=torch.int64, device=stream.device)
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
@@ -76,7 +75,6 @@ class Moments:
             x = both.flatten(0, 1)
         self._second += x.T @ x
         self._sum += x.sum(0, dtype=torch.float64)
-        self._tokens += len(x)
         if self._attended:
             for block in blocks:
                 self._attended.add(self._attention, block)
@@ -94,7 +92,7 @@ class Moments:
                 f"the input {where}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), int(self._tokens)
+        sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), self._seen * self._text.context
         second, mean = self._second / tokens, self._sum / tokens
         attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         _require_finite(f"the attention {where}", attended.seen, attended.read)
@@ -120,7 +118,7 @@ class _AttendedSums:
     """Sums over sampled queries and all heads."""
 
     def __init__(self, width: int, device: torch.device, sinks: bool = False) -> None:
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
         self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
         self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None

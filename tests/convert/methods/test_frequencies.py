@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import tiny_config
 
 from attention.rope import from_config
@@ -43,18 +39,6 @@ def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
     assert ladders(9, 16) == [tuple(i / 2 for i in range(9)), tuple(range(9))]
     assert ladders(1, 16) == ladders(1, 1) == [(0,)]
     assert ladders(2, 2) == [(0, 0.5), (0, 1)]
-
-
-@settings(max_examples=30)
-@given(count=st.integers(1, 40), more=st.integers(0, 40))
-def test_ladders_are_geometric(count: int, more: int) -> None:
-    found = ladders(count, count + more)
-    assert len(set(found)) == len(found) > 0
-    for pairs in found:
-        assert len(pairs) == count
-        assert pairs[0] == 0
-        assert pairs[-1] < count + more
-        assert len({b - a for a, b in pairwise(pairs)}) <= 1
 
 
 def test_a_strided_choice_is_deepseeks_own_rope() -> None:
