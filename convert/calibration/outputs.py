@@ -30,7 +30,7 @@ class _Sums(NamedTuple):
         missing: `[E]`, Σ m.
         missing_energy: Σ |m|², a scalar.
         target_energy: Σ |m + what is there|², a scalar.
-        count: Tokens, a scalar.
+        tokens: Their number, a scalar.
     """
 
     square: torch.Tensor
@@ -39,7 +39,7 @@ class _Sums(NamedTuple):
     missing: torch.Tensor
     missing_energy: torch.Tensor
     target_energy: torch.Tensor
-    count: torch.Tensor
+    tokens: torch.Tensor
 
     def plus(self, other: _Sums) -> _Sums:
         """Of the tokens of both."""
@@ -53,17 +53,17 @@ class _Sums(NamedTuple):
         """The change of W_O as a map of r, `[H D, E]`, and of its bias `[E]`, which is zero without one."""
         square, cross = self.square, self.cross
         if biased:
-            square = square - torch.outer(self.read, self.read) / self.count
-            cross = cross - torch.outer(self.read, self.missing) / self.count
+            square = square - torch.outer(self.read, self.read) / self.tokens
+            cross = cross - torch.outer(self.read, self.missing) / self.tokens
         least = (ridge * square.diagonal().mean()).clamp_min(1e-30)  # heads may read nothing but zeros
         change = torch.linalg.solve(square + least * torch.eye(len(square)).to(square), cross)
-        bias = (self.missing - self.read @ change) / self.count if biased else torch.zeros_like(self.missing)
+        bias = (self.missing - self.read @ change) / self.tokens if biased else torch.zeros_like(self.missing)
         return change, bias
 
     def error(self, change: torch.Tensor, bias: torch.Tensor) -> float:
         """Σ |m − changeᵀ r − bias|²."""
         explained = 2 * ((change * self.cross).sum() + bias @ self.missing)
-        added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.count * bias.square().sum()
+        added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.tokens * bias.square().sum()
         return float(self.missing_energy) + float(added - explained)
 
 
@@ -99,7 +99,7 @@ class OutputFit:
             missing=of_missing.double(),
             missing_energy=missing.square().sum().double(),
             target_energy=target.square().sum().double(),
-            count=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
+            tokens=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
         )
 
     def record(self) -> Record:
