@@ -34,7 +34,7 @@ class Host(ABC):
         loading: The arguments that `from_pretrained` needs to load the result.
         code: Files of Python that the result is loaded with, which are copied beside its weights.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
-            (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
+            (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
         ranks_per_layer: Whether its layers may have latents of different ranks.
         keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
