@@ -8,19 +8,16 @@ all other models stay as they are. `save_pretrained` writes the same files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
-from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.auto import auto_class, refuse_adapter
 from attention.calibrated import Calibrated
@@ -29,15 +26,8 @@ from attention.errors import Failure, Refusal
 from attention.formats import stored_format
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
-from attention.latent import (
-    RULES,
-    HalfSplitLatentAttention,
-    LatentAttention,
-    OwnLatentAttention,
-    StockLatentAttention,
-    When,
-)
-from attention.models import unlike_ours
+from attention.latent import LatentAttention, OwnLatentAttention, StockLatentAttention, When
+from attention.models import register, unlike_ours
 from attention.models.modeling_kvfold import KvfoldLatentAttention, _grafted, require_decoding
 from attention.versions import keep_caps
 
@@ -50,14 +40,12 @@ def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAt
 
 # Module-level names, so that instances can be pickled.
 LatentDeepseekV3Attention = _before(DeepseekV3Attention)
-LatentMiniCPM3Attention = _before(MiniCPM3Attention, HalfSplitLatentAttention)
-LatentYoutuAttention = _before(YoutuAttention)
+LatentMiniCPM3Attention = _before(MiniCPM3Attention)
 
 # The stock classes whose forward `StockLatentAttention` reimplements, and their replacements.
 LATENT: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV3Attention: LatentDeepseekV3Attention,
     MiniCPM3Attention: LatentMiniCPM3Attention,
-    YoutuAttention: LatentYoutuAttention,
 }
 _OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
 # Arguments of `from_pretrained` that say which files are read.
@@ -99,7 +87,8 @@ def load(
     Raises:
         Refusal, Failure: As `absorb`, `attention.auto.refuse_adapter` or `attention.encoded_forward.store_encoded`.
     """
-    _rule(when)
+    register()
+    _check_when(when)
     check(backend)
     form = None if cache_dtype is None else stored_format(cache_dtype)
     refuse_adapter(Path(path), path)
@@ -142,8 +131,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     Args:
         model: A transformers model with MLA of a class in `LATENT` or of kvfold's own; its weights are in memory and not
             quantised.
-        when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), "always" (if the mask allows it, see
-            `LatentAttention`), "never" (only skips a neutral norm), or a function with the signature of `absorbs`.
+        when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), or "always" (if the mask allows it).
         backend: What serves one new token: "auto" (the fastest that can), "triton" or "torch". A
             backend given by name raises `Refusal` in the forward pass if it cannot serve a call. Torch always serves several
             tokens at once, and the probabilities of eager attention.
@@ -155,7 +143,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         Refusal: There is no such attention, or it has changes that absorption would ignore.
         Failure: Some weights are not in memory.
     """
-    rule = _rule(when)
+    _check_when(when)
     check(backend)
     modules = _attention(model)
     if not modules:
@@ -170,7 +158,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     for module in modules.values():
         if not isinstance(module, LatentAttention):
             _become(module, _absorbed(type(module)))
-        cast(LatentAttention, module).prepare(rule, backend)
+        cast(LatentAttention, module).prepare(when == "always", backend)
     return model
 
 
@@ -215,45 +203,18 @@ def restore(model: Any) -> Any:
         `model` itself.
     """
     store_plain(model)
-    _expand(model)
     for module in model.modules():
         if is_packed(module):
             module.config = _stock_config(module)
+        elif isinstance(module, LatentAttention):
+            module.unprepare()
+            _become(module, type(module).__bases__[1])
     return model
 
 
-@contextmanager
-def absorbed(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Iterator[Any]:
-    """Absorb `model` for the `with` block; afterwards, also after an exception, it is as before.
-
-    Raises:
-        Refusal, Failure: As `absorb`.
-    """
-    before = next(((m.rule, m.backend) for m in _attention(model).values() if isinstance(m, LatentAttention)), None)
-    absorb(model, when=when, backend=backend)
-    try:
-        yield model
-    finally:
-        if before is None:
-            _expand(model)
-        else:
-            absorb(model, when=before[0], backend=before[1])
-
-
-def _expand(model: Any) -> None:
-    """Undo `absorb`."""
-    for module in _attention(model).values():
-        if isinstance(module, LatentAttention):
-            module.unprepare()
-            _become(module, type(module).__bases__[1])
-
-
-def _rule(when: When) -> Any:
-    if callable(when):
-        return when
-    if when not in RULES:
-        raise Refusal(f"cannot absorb when={when!r}: it must be a function or one of {', '.join(map(repr, RULES))}")
-    return RULES[when]
+def _check_when(when: str) -> None:
+    if when not in get_args(When):
+        raise Refusal(f"cannot absorb when={when!r}: it must be one of {', '.join(map(repr, get_args(When)))}")
 
 
 def is_latent(module: nn.Module) -> bool:

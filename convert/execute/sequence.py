@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
 
+from attention.auto import config_of
 from attention.record import Attention, Record
 from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
@@ -95,7 +95,7 @@ class _Pair:
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
         plan, work = decision.plan, job.work.steps
         layout = plan.target.host.layout(plan.family)
-        config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
+        config = config_of(plan.target.config(plan.source, decision.rotary))
         read, infos = job.reader.__getitem__, job.reader.infos
         source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
         made = partial(manifest.read, job.reader)
