@@ -13,8 +13,7 @@ Letters as in `attention`; a query head has N nope dims and P rope dims, a value
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -76,32 +75,9 @@ class LatentAttention(nn.Module):
     constant_channels: torch.Tensor | None
     bias_channel: int | None
     kinds: dict[str, type[nn.Module]]
-    # Attributes of the class.
-    config: Any
-    layer_idx: int
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    qk_head_dim: int
-    v_head_dim: int
-    scaling: float
-    q_proj: nn.Module
-    q_a_proj: Any
-    q_a_layernorm: Any
-    q_b_proj: Any
-    kv_a_proj_with_mqa: nn.Module
-    kv_a_layernorm: Any
-    kv_b_proj: nn.Linear
-    o_proj: nn.Module
-    expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    queries: Callable[[torch.Tensor], torch.Tensor]
-    compressed: Callable[[torch.Tensor], torch.Tensor]
-    attention_arguments: Callable[[], dict[str, Any]]
-    windowed: Callable[[Any, str, torch.Tensor, Any], Any]
-    mask_with_positions: Callable[[Any, torch.Tensor, int, dict[str, Any]], Any]
-    rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+    if TYPE_CHECKING:  # attributes of the class
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def prepare(self, always: bool, backend: Backend) -> None:
         """Add the attributes that `forward` needs; `state_dict` does not change."""

@@ -10,14 +10,14 @@ import torch
 from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, record, run
 from tiny import tiny_config, tiny_model
-from tiny_mla import RANK, ROPE, mla_model, tokens
+from tiny_mla import mla_model, tokens
 from transformers import DynamicCache
 
 from attention import absorb, pack
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
 from attention.forward import attention_by_distance, attention_output, output_error
-from attention.latent import dense_mask, neutral_constants
+from attention.latent import dense_mask
 from attention.qk_norm import QKNorm
 from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
@@ -64,29 +64,6 @@ def test_what_is_left_on_the_cpu_is_noticed(kind: str) -> None:
                     attention_output(replace(to_gpu(a), **{field.name: part}), X.to(GPU))
         with pytest.raises(RuntimeError, match=REFUSED):
             attention_output(to_gpu(a), X)
-
-
-# ---- rotation ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_rotation_takes_its_frequencies_from_anywhere(pairing: Any) -> None:
-    with fake_gpu():
-        rotary = replace(LONG, pairing=pairing)
-        rows, positions = torch.ones(2, 8, 5).to(GPU), torch.arange(5).to(GPU)
-        there = replace(rotary, frequencies=FREQUENCIES.to(GPU), long_frequencies=FREQUENCIES.to(GPU))
-        for turning in (rotary, there, rotary.select([0, 2], pairing)):
-            rotation = turning.rotation(positions, torch.float32)
-            for states in (
-                turning.rotate(rows.mT, positions),
-                rotation.adjoint(rows.mT),
-                rotation.of(slice(2))(rows.mT[:, :2]),
-            ):
-                assert states.device == GPU
-            numbers, nope = turning.to_complex(rows)
-            assert devices([numbers, nope, turning.from_complex(numbers, nope)]) == {"cuda"}
-        with pytest.raises(RuntimeError, match=REFUSED):
-            rotary.rotate(rows.mT, positions.cpu())
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -144,19 +121,6 @@ def test_a_part_of_a_model_left_on_the_cpu_is_noticed() -> None:
         moved.tensors[name] = moved.tensors[name].cpu()
         with pytest.raises(RuntimeError, match=REFUSED):
             decoded(moved, False)
-
-
-def test_constant_channels_are_looked_for_where_the_weights_are() -> None:
-    module = latent_model().model.layers[0].self_attn
-    answers = [True, False, False, True, True]  # constants, no weights of theirs, one level, large, overflow
-    with fake_gpu(answers):
-        for child in module.children():
-            for name, parameter in list(child.named_parameters()):
-                setattr(child, name, None)
-                child._parameters[name] = torch.nn.Parameter(parameter.to(GPU), requires_grad=False)
-        found = neutral_constants(module)
-        assert found is not None
-        assert (found.device, found.shape) == (GPU, (RANK + ROPE,))
 
 
 def test_masks_of_flash_attention_become_dense_on_the_gpu() -> None:

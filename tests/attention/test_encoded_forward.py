@@ -62,7 +62,7 @@ def test_a_format_that_loses_nothing_changes_nothing(kind: str) -> None:
 def test_a_query_reads_the_same_however_the_text_is_cut(kind: str, form: str) -> None:
     plain, model, ids = MODELS[kind](), store_encoded(MODELS[kind](), form), tokens(2, LONG)
     whole = logits(model, ids, chunks=[LONG])
-    for chunks in ([], [1, 30, 2, 33], [40, 32], [32, 32]):
+    for chunks in ([1, 30, 2, 33], [60]):
         torch.testing.assert_close(logits(model, ids, chunks=chunks), whole, rtol=0, atol=1e-9)
     assert 1e-6 < (whole - logits(plain, ids, chunks=[LONG])).abs().mean() < 3
 

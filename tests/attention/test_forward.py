@@ -19,7 +19,7 @@ from attention.forward import (
     output_error,
 )
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, HeadProjections, Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 
@@ -186,33 +186,6 @@ def test_heads_have_the_references_logits_and_weights(case: str) -> None:
         torch.testing.assert_close(
             part.probabilities(heads.logits(head)[None, some], some)[0].double(), wanted[head, some], rtol=1e-4, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("case", RECORDS)
-def test_what_is_kept_makes_the_logits(case: str) -> None:
-    """Queries as they are projected and what is kept: all that a fit of queries has to know."""
-    a, x = RECORDS[case], inputs(20)[0]
-    if isinstance(a, Attention) and a.q_norm:
-        return
-    heads = heads_of(a, x)
-    q, bias = (a.q_nope, a.q_nope_bias) if isinstance(a, FactoredAttention) else (a.q, a.q_bias)
-    for head in range(len(q)):
-        read = a.projections(x[None])[0][0, head] if a.projections else x
-        plain = read @ q[head].float().T + (0 if bias is None else bias[head].float())
-        torch.testing.assert_close(heads.plain[head], plain, rtol=1e-5, atol=1e-5)
-        nope, rope = heads.kept(head)
-        if isinstance(a, FactoredAttention):
-            latent = (a.projections(x[None])[1][0] if a.projections else x) @ a.down.T
-            latent = latent / latent.norm(dim=1, keepdim=True) if a.normalised else latent
-            latent = latent if a.gain is None else latent * a.gain
-            assert heads.lift is not None
-            torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
-            logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T
-        else:
-            dims = a.rotary.dims if a.rotary else 0
-            logits = plain[:, dims:] @ nope.T + heads.rotation(plain[:, :dims]) @ rope.T
-        biases = 0 if heads.slopes is None else heads.slopes[head] * torch.arange(len(x))
-        torch.testing.assert_close(heads.logits(head), a.scale * logits + biases, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:

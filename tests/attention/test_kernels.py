@@ -441,14 +441,6 @@ def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.Monkey
     assert seen == {"torch": warned}
 
 
-def test_gradients_are_no_reason_where_none_are_recorded(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch)
-    call = [t.requires_grad_() for t in latents(1, 2, 5, 16, 8)]
-    with torch.no_grad():
-        decode(*call, None, SCALE)
-    assert served == ["triton"]
-
-
 def test_several_queries_are_torchs_whatever_was_asked_for(served: list[str]) -> None:
     q, r, c, k = latents(2, 3, 9, 16, 8)
     q, r = q.expand(-1, -1, 4, -1), r.expand(-1, -1, 4, -1)

@@ -104,15 +104,6 @@ def test_a_future_token_changes_nothing_before_it(latent: bool, position: int) -
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
 
 
-def test_a_bias_is_a_weight_on_a_constant_input() -> None:
-    x, w, b = random(2, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
-    with_constant = {name: torch.cat((w[name], b[f"{name}_bias"][..., None]), -1) for name in "qkv"}
-    widened = Attention(**with_constant, o=w["o"], scale=0.5, rotary=rotary(3))
-    expected = grouped_attention(torch.cat((x, torch.ones(2, 7, 1)), -1), widened)
-    found = grouped_attention(x, Attention(**w, **b, scale=0.5, rotary=rotary(3)))
-    torch.testing.assert_close(found, expected + b["o_bias"], rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before rotary", "after rotary"])
 def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after: bool) -> None:
     x, w, rotation, length = random(2, 7, WIDTH), weights(4, 2, 6), rotary(3), 7
@@ -199,32 +190,3 @@ def test_latent_attention_is_that_of_torch_on_expanded_heads(heads: int, dim: in
     expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
     found = latent_attention(x, FactoredAttention(**w, **b, scale=0.37, rotary=rotation))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: int) -> None:
-    """By hand: KV head g's pairs lie at places of their own in one long rotary key, the values are the latent."""
-    heads, pairs, dim, nope = 4, 2, 6, 2  # two of the six dims do not turn
-    x, w, b, rotation = random(2, 9, WIDTH), weights(heads, groups, dim), biases(heads, groups, dim), rotary(pairs)
-    whole = Rotary(rotation.frequencies.repeat_interleave(groups), "interleaved")  # pair l of head g at place l·G + g
-    place = [[2 * (pair * groups + g) + part for part in (0, 1) for pair in range(pairs)] for g in range(groups)]
-    q_rope, q_rope_bias = torch.zeros(heads, whole.dims, WIDTH).double(), torch.zeros(heads, whole.dims).double()
-    k_rope, k_rope_bias = torch.zeros(whole.dims, WIDTH).double(), torch.zeros(whole.dims).double()
-    rank = groups * (nope + dim)
-    up_k, up_v = torch.zeros(heads, nope, rank).double(), torch.zeros(heads, dim, rank).double()
-    for g in range(groups):
-        k_rope[place[g]], k_rope_bias[place[g]] = w["k"][g, : 2 * pairs], b["k_bias"][g, : 2 * pairs]
-    for h in range(heads):
-        g = h // (heads // groups)
-        q_rope[h, place[g]], q_rope_bias[h, place[g]] = w["q"][h, : 2 * pairs], b["q_bias"][h, : 2 * pairs]
-        up_k[h, :, g * nope : (g + 1) * nope] = torch.eye(nope)
-        up_v[h, :, groups * nope + g * dim : groups * nope + (g + 1) * dim] = torch.eye(dim)
-    constant = torch.einsum("ehd,hd->e", w["o"], b["v_bias"].repeat_interleave(heads // groups, 0))
-    latent = FactoredAttention(
-        q_nope=w["q"][:, 2 * pairs :], q_rope=q_rope, k_rope=k_rope,
-        down=torch.cat((w["k"][:, 2 * pairs :].flatten(0, 1), w["v"].flatten(0, 1))), up_k=up_k, up_v=up_v, o=w["o"],
-        scale=0.5, rotary=whole, q_nope_bias=b["q_bias"][:, 2 * pairs :], q_rope_bias=q_rope_bias,
-        k_rope_bias=k_rope_bias, o_bias=b["o_bias"] + constant,
-    )  # fmt: skip
-    expected = grouped_attention(x, Attention(**w, **b, scale=0.5, rotary=rotation))
-    torch.testing.assert_close(latent_attention(x, latent), expected, rtol=1e-10, atol=1e-10)

@@ -24,40 +24,6 @@ def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary
     return Rotary(10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, factor)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("factor", [1.0, 1.25])
-def test_rotation_preserves_norms_up_to_the_attention_factor(pairing: Pairing, factor: float) -> None:
-    states = random(2, 3, 7, 16)
-    rotated = rotary(8, pairing, factor).rotate(states, torch.arange(7) * 1000)
-    torch.testing.assert_close(rotated.norm(dim=-1), factor * states.norm(dim=-1), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@settings(deadline=None)
-@given(seed=st.integers(0, 99), here=st.integers(0, 5000), there=st.integers(0, 5000), shift=st.integers(0, 5000))
-def test_inner_products_depend_only_on_the_distance(pairing: Pairing, seed: int, here: int, there: int, shift: int) -> None:
-    rotation, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
-
-    def score(at_q: int, at_k: int) -> float:
-        return (rotation.rotate(q, torch.tensor([at_q])) * rotation.rotate(k, torch.tensor([at_k]))).sum().item()
-
-    assert score(here, there) == pytest.approx(score(here + shift, there + shift), abs=1e-9)
-
-
-def test_inner_products_change_with_the_distance() -> None:
-    rotation, q, k = rotary(4), random(1, 8), random(1, 8, seed=1)
-    at = rotation.rotate(k.expand(9, 8), torch.arange(9)) @ q[0]
-    assert at.unique().numel() == 9
-
-
-def test_a_pair_turns_as_a_complex_number() -> None:
-    rotation, states, positions = rotary(5, "interleaved"), random(2, 3, 6, 10), torch.arange(3, 9)
-    expected = torch.view_as_complex(states.unflatten(-1, (5, 2))) * torch.exp(1j * positions[:, None] * rotation.frequencies)
-    torch.testing.assert_close(
-        rotation.rotate(states, positions), torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12
-    )
-
-
 def test_half_pairing_is_what_llama_does() -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -193,18 +159,6 @@ def test_turning_multiplies_the_complex_view_by_a_phase(
     numbers, nope = rotation.to_complex(rows)
     expected = rotation.from_complex(numbers * torch.exp(1j * rotation.frequencies * position), nope)
     torch.testing.assert_close(rotated, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_mixing_heads_within_a_frequency_commutes_with_turning() -> None:
-    for pairing in PAIRINGS:
-        rotation, rows, positions = rotary(4, pairing), random(3, 8, 6), torch.arange(6) * 3
-        mix = torch.complex(random(4, 3, 3, seed=1), random(4, 3, 3, seed=2))  # frequency, to, from
-
-        def mixed(states: torch.Tensor, rotation: Rotary = rotation, mix: torch.Tensor = mix) -> torch.Tensor:
-            return rotation.from_complex(torch.einsum("lhg,glt->hlt", mix, rotation.to_complex(states)[0]))
-
-        before = rotation.rotate(mixed(rows).mT, positions)
-        torch.testing.assert_close(before, mixed(rotation.rotate(rows.mT, positions).mT).mT, rtol=1e-11, atol=1e-11)
 
 
 # ---- selection -----------------------------------------------------------------------------------------------------
