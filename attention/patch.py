@@ -34,20 +34,8 @@ from attention.versions import keep_caps
 _log = logging.getLogger("kvfold")
 
 
-def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAttention) -> type[nn.Module]:
-    return type(f"Latent{stock.__name__}", (mixin, stock), {"__module__": __name__})
-
-
-# Module-level names, so that instances can be pickled.
-LatentDeepseekV3Attention = _before(DeepseekV3Attention)
-LatentMiniCPM3Attention = _before(MiniCPM3Attention)
-
-# The stock classes whose forward `StockLatentAttention` reimplements, and their replacements.
-LATENT: dict[type[nn.Module], type[nn.Module]] = {
-    DeepseekV3Attention: LatentDeepseekV3Attention,
-    MiniCPM3Attention: LatentMiniCPM3Attention,
-}
-_OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
+# The stock classes whose forward `StockLatentAttention` reimplements.
+STOCK: tuple[Any, ...] = (DeepseekV3Attention, MiniCPM3Attention)
 # Arguments of `from_pretrained` that say which files are read.
 _OF_HUB = {
     "trust_remote_code", "revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download",
@@ -57,21 +45,22 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @cache
-def _before_own(own: Any) -> type[nn.Module]:
+def _absorbed(kind: Any) -> type[nn.Module]:
+    """The absorbed class of a stock class, or of kvfold's own in the place of one."""
+    own = issubclass(kind, KvfoldLatentAttention)
+    mixin, bases = (OwnLatentAttention, kind.__bases__) if own else (StockLatentAttention, (kind,))
+
     def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
-        return _blank, own.__bases__, vars(module)
+        return _blank, bases, vars(module)
 
-    made: Any = _before(own, OwnLatentAttention)
-    made.__reduce__ = reduced
-    return made
+    return type(f"Latent{kind.__name__}", (mixin, kind), {"__module__": __name__, "__reduce__": reduced})
 
 
-def _blank(attention: Any, stock: Any) -> nn.Module:
-    """An absorbed attention of kvfold's own class, without state."""
-    grafted: Any = _grafted(attention, stock)
-    kind: Any = _before_own(grafted)
-    made: nn.Module = kind.__new__(kind)
-    return made
+def _blank(*bases: Any) -> nn.Module:
+    """An absorbed attention without state."""
+    kind: Any = _absorbed(bases[0] if len(bases) == 1 else _grafted(*bases))
+    blank: nn.Module = kind.__new__(kind)
+    return blank
 
 
 def load(
@@ -129,7 +118,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     other weights into the model.
 
     Args:
-        model: A transformers model with MLA of a class in `LATENT` or of kvfold's own; its weights are in memory and not
+        model: A transformers model with MLA of a class in `STOCK` or of kvfold's own; its weights are in memory and not
             quantised.
         when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), or "always" (if the mask allows it).
         backend: What serves one new token: "auto" (the fastest that can), "triton" or "torch". A
@@ -147,7 +136,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     check(backend)
     modules = _attention(model)
     if not modules:
-        known = ", ".join([*(stock.__name__ for stock in LATENT), f"or {KvfoldLatentAttention.__name__}"])
+        known = ", ".join([*(stock.__name__ for stock in STOCK), f"or {KvfoldLatentAttention.__name__}"])
         raise Refusal(
             f"{type(model).__name__} has no latent attention that can be absorbed: none of its modules is a {known}",
             "load a kvfold checkpoint by attention.load; convert others with `convert mla`, or run them as they are",
@@ -157,7 +146,8 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
             _check(name, module)
     for module in modules.values():
         if not isinstance(module, LatentAttention):
-            _become(module, _absorbed(type(module)))
+            kind: Any = type(module)
+            _become(module, _absorbed(kind))
         cast(LatentAttention, module).prepare(when == "always", backend)
     return model
 
@@ -219,13 +209,8 @@ def _check_when(when: str) -> None:
 
 def is_latent(module: nn.Module) -> bool:
     """Whether `module` has MLA that is absorbed or can be; subclasses that override `forward` are excluded."""
-    own = isinstance(module, KvfoldLatentAttention) and type(module).forward in _OWN_FORWARDS
-    return own or type(module) in {*LATENT, *LATENT.values()}
-
-
-def _absorbed(kind: type[nn.Module]) -> type[nn.Module]:
-    known: Any = kind  # nn.Module's annotations hide that classes can be hashed
-    return LATENT.get(known) or _before_own(known)
+    own = isinstance(module, KvfoldLatentAttention) and type(module).forward is KvfoldLatentAttention.forward
+    return own or type(module) in STOCK or isinstance(module, LatentAttention)
 
 
 def _attention(model: nn.Module) -> dict[str, nn.Module]:

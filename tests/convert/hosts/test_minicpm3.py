@@ -13,7 +13,7 @@ from tiny import tiny_config
 from written import Convert, Make, ok, weights
 
 from attention import load
-from attention.patch import LatentMiniCPM3Attention
+from attention.latent import StockLatentAttention
 from convert.families import FAMILIES, family_of
 from convert.families.deepseek import MINICPM3
 from convert.hosts.minicpm3 import HOST
@@ -44,7 +44,7 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
 def test_it_decodes_over_its_latent(biased: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("mla", checkpoint("gemma", attention_bias=biased), tmp_path / "out", *SMALL))
     ids, model = tokens(12), load(tmp_path / "out", when="always")
-    modules = [module for module in model.modules() if isinstance(module, LatentMiniCPM3Attention)]
+    modules = [module for module in model.modules() if isinstance(module, StockLatentAttention)]
     assert len(modules) == 3
     assert all(module.constant_channels is not None and (module.bias_channel is None) != biased for module in modules)
     with torch.inference_mode():
