@@ -58,7 +58,8 @@ def _absorbed(kind: Any) -> type[nn.Module]:
 
 def _blank(*bases: Any) -> nn.Module:
     """An absorbed attention without state."""
-    kind: Any = _absorbed(bases[0] if len(bases) == 1 else _grafted(*bases))
+    before: Any = bases[0] if len(bases) == 1 else _grafted(*bases)
+    kind: Any = _absorbed(before)
     blank: nn.Module = kind.__new__(kind)
     return blank
 
