@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from attention.auto import config_of
+from attention.encoded_forward import rounding_cache
 from attention.record import Attention, Record
-from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
