@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from attention.errors import Refusal
-from attention.spec import dtype_bytes
+from attention.kv_bytes import dtype_bytes
 from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
 
+from attention.auto import config_of
+from attention.encoded_forward import rounding_cache
 from attention.record import Attention, Record
-from attention.rounded import rounding_cache
 from attention.spec import AttentionSpec
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
@@ -98,7 +98,7 @@ class _Pair:
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> _Pair:
         plan, spec, work = job.plan, choice.spec(job.plan), job.work.steps
         layout = plan.target.host.layout(plan.family)
-        config = AutoConfig.for_model(**plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
+        config = config_of(plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
         source = job.stream(text, plan.source.config, plan.family, job.reader, work / "teacher")
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
         result = job.stream(text, config, layout, Unconverted(manifest, job.reader), work / "student", cache)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.auto import from_config
+from attention.kv_bytes import dtype_bytes
 from attention.padding import pad_values
-from attention.spec import dtype_bytes
 from attention.versions import keep_caps
 from convert.checkpoint.loading import empty_model
 from convert.healing.heads import hidden_states

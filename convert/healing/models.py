@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attention.encoded_forward import rounding_cache
 from attention.padding import pad_values
-from attention.rounded import rounding_cache
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome, Progressed, healed
 from convert.healing.plan import HealPlan

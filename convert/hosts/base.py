@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attention.auto import config_of
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -104,9 +106,7 @@ class Host(ABC):
 
     def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
         """The class's config object at the sizes of `target`, from which the shapes of its tensors follow."""
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, family, target, None))
+        return config_of(self.config(raw, family, target, None))
 
 
 # The activations that are a GELU, exact or not.

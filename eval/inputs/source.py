@@ -293,6 +293,7 @@ class Source:
     def _config_class(self) -> type:
         from transformers import CONFIG_MAPPING
 
+        models.make_known(self.model_type)
         try:
             found: type = CONFIG_MAPPING[self.model_type]
         except KeyError:
@@ -367,6 +368,7 @@ class Source:
                     f"the tokenizer of {self.reference} is code of its own, which is not run",
                     hint="put the tokenizer.json of a copy that was converted to transformers' class beside it",
                 )
+            models.make_known(self.model_type)
             known = {"config": self.config} if self._former else {}
             return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code, **known)
         except Failure:

@@ -12,7 +12,8 @@ from typing import Any
 
 from attention.auto import from_config
 from attention.errors import Refusal
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.kv_bytes import dtype_bytes
+from attention.spec import AttentionSpec
 
 GPUS: dict[str, float] = {
     "RTX 4090": 24,

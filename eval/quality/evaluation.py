@@ -9,12 +9,12 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
-from attention.encoded_forward import store_encoded
+from attention.encoded_forward import read_rounded, store_encoded
 from attention.errors import GateMissed, Refusal
 from attention.formats import KIVI
+from attention.kv_bytes import dtype_bytes
 from attention.padding import pad_values
-from attention.rounded import read_rounded
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import AttentionSpec
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens

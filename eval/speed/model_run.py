@@ -13,8 +13,9 @@ import torch
 from attention import absorb, pack
 from attention.errors import Refusal
 from attention.grouped import is_packed
+from attention.kv_bytes import dtype_bytes
 from attention.latent import LatentAttention
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import AttentionSpec
 from eval.inputs.loading import compute_dtype, load
 from eval.inputs.source import Source
 from eval.machine.capacity import count_parameters

@@ -12,9 +12,8 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
 
-from attention.encoded_forward import store_encoded
+from attention.encoded_forward import rounding_cache, store_encoded
 from attention.formats import FORMATS
-from attention.rounded import rounding_cache
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.healing.batches import TrainingText
