@@ -60,9 +60,6 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
             if "the above report" in str(error):  # which is not shown: of tensors that become one parameter together
                 said = f"the tensors of {source.reference} do not fit together as its config says"
                 raise Failure(said, hint=OTHER_MODEL) from error
-            if isinstance(error, KeyError) and error.args == ("metadata",):
-                said = f"the index of {source.reference} has no metadata, without which transformers does not read it"
-                raise Failure(said, hint='add "metadata": {} to it') from error
             said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
             raise Failure(said, hint="is it whole? -v shows more") from error
         reader = None if source.quantisation else source.reader()

@@ -56,7 +56,7 @@ def disagreement(
 
 
 def of_a_kind(names: Iterable[str]) -> tuple[str, str, str] | None:
-    """A tensor, of those that a class does not know, that tells a kind of checkpoint: its name, whose it is, the next step."""
+    """An unexpected tensor that identifies a known kind of checkpoint: its name, whose it is, the next step."""
     ordered = sorted(names)
     for pattern, whose, step in _KINDS:
         if found := next((name for name in ordered if re.search(pattern, name)), None):
@@ -75,15 +75,14 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
     if found := of_a_kind(others):
         name, whose, step = found
         return f"; it has {name}, {whose}", step
-    longer = next((name for name in sorted(others) if name.endswith(f".{wanted}")), None)
-    if longer:
-        prefix = longer.removesuffix(wanted)
-        wrapper = next((f", as {whose} does" for part, whose in _WRAPPERS.items() if f"{part}." in prefix), "")
-        code = f"save_file({{n.removeprefix({prefix!r}): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
-        return f"; it puts {prefix} before all names{wrapper}", f"take that off, by safetensors.torch: {code}"
     for part, whose in _WRAPPERS.items():
         if inside := next((name for name in sorted(others) if f".{part}." in f".{name}"), None):
             return f"; it has {inside}, as {whose} names modules", _UNWRAP
+    longer = next((name for name in sorted(others) if name.endswith(f".{wanted}")), None)
+    if longer:
+        prefix = longer.removesuffix(wanted)
+        code = f"save_file({{n.removeprefix({prefix!r}): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
+        return f"; it puts {prefix} before all names", f"take that off, by safetensors.torch: {code}"
     shorter = next((name for name in sorted(others) if "." in name and wanted.endswith(f".{name}")), None)
     if shorter:
         made = "save it with its head: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy its tokenizer"
@@ -95,7 +94,6 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
             "if the model was trained so, set tie_word_embeddings to true in config.json; else get its head",
         )
     module = wanted.rsplit(".", 2)[0] + "."
-    beside = [name for name in sorted(others) if name.startswith(module)]
-    if beside:
+    if beside := [name for name in sorted(others) if name.startswith(module)]:
         return f"; it has {', '.join(beside[:3])} in its place", "get the config.json of these weights: this is another model's"
     return "", OTHER_MODEL

@@ -6,13 +6,11 @@ A checkpoint may come from anywhere: any error in its files becomes a `Failure` 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_log = logging.getLogger("kvfold")
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
@@ -107,12 +104,10 @@ class Reader:
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
-        self.files, index = _weight_files(directory)
+        self.files = _weight_files(directory)
         for file in self.files:
             for name, info in self._headers(file):
                 self._add(file, name, info)
-        if index is not None:
-            self._compare(index)
         if becomes:
             self._rename({name: becomes(name) for name in self.infos})
             # As files that are written with these names have them.
@@ -178,28 +173,10 @@ class Reader:
         one, other = (self._shard(file).get_tensor(name) for file in files)
         return one.dtype == other.dtype and torch.equal(one, other)
 
-    def _compare(self, index: Mapping[str, str]) -> None:
-        """Say where the index and the files disagree: what a class lacks then is for those to name who know the class."""
-        remarks = [f"lists {name}, which no file holds" for name in index if name not in self.infos]
-        remarks += [
-            f"puts {name} into {index[name]}, and {file} holds it" if name in index else f"lacks {name}, which {file} holds"
-            for name, file in self._file_of.items()
-            if index.get(name) != file
-        ]
-        if remarks:
-            others = f", and {len(remarks) - 1} others" if remarks[1:] else ""
-            _warn(f"the index of {self._directory} {remarks[0]}{others}: what the files hold counts, as in transformers")
-
-
-@cache
-def _warn(said: str) -> None:
-    """Warn once: a conversion reads its source several times."""
-    _log.warning("%s", said)
-
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
     """Size and modification time of each weight file of a checkpoint, which tell of a change. Raises as `Reader`."""
-    stats = {file: (directory / file).stat() for file in _weight_files(directory)[0]}
+    stats = {file: (directory / file).stat() for file in _weight_files(directory)}
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
@@ -275,26 +252,25 @@ def open_safetensors(path: Path) -> Any:
         ) from None
 
 
-def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files that transformers would load, and the index if there is one."""
+def _weight_files(directory: Path) -> list[str]:
+    """The weight files that transformers would load."""
     for single in (SAFETENSORS, PICKLES):
         index_path = directory / f"{single}.index.json"
         if (directory / single).is_file():
-            return [single], None
+            return [single]
         if index_path.is_file():
-            index = _read_index(index_path)
-            files = sorted(set(index.values()))
+            files = _indexed(index_path)
             if missing := [file for file in files if not (directory / file).is_file()]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
                 raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
-            return files, index
+            return files
     what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
     there = what and f", but {what}"
     raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {PICKLES}, nor an index of either{there}", hint=step)
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor.
+def _indexed(path: Path) -> list[str]:
+    """The files that an index names, in order.
 
     Raises:
         Failure: It is not a weight index, or names a file outside its directory.
@@ -302,11 +278,11 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Failure(f"{path.name} is not a weight index: it needs a weight_map", hint=_AGAIN) from None
+        index = {}
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}", hint="see to its permissions, and to the disk") from None
     if not index or not all(isinstance(text, str) for item in index.items() for text in item):
-        raise Failure(f"{path.name} is not a weight index: it must name a file for each tensor", hint=_AGAIN)
+        raise Failure(f"{path.name} is not a weight index: its weight_map must name a file for each tensor", hint=_AGAIN)
     for name, file in index.items():
         # Refuse backslashes and drives on every system. Links inside the directory are its owner's choice.
         if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\:"):
@@ -314,4 +290,4 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"{path.name} puts tensor {name} into {file!r}, which is not a file name",
                 hint="weight files lie beside their index; get the checkpoint again from where it came from",
             )
-    return index
+    return sorted(set(index.values()))

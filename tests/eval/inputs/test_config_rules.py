@@ -113,10 +113,9 @@ def test_a_value_that_breaks_a_rule_is_refused(said: str, read: Read) -> None:
         ('{"model_type": "llama", "a": ' + "[" * 40 + "]" * 40 + "}", "nests values more than 32 deep"),
         ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "Exceeds the limit"),
         ('{"model_type": "llama", "hidden_size": 1e400}', "hidden_size is inf; it must be"),
-        ('{"model_type": "llama", "a": "' + "x" * 2**26 + '"}', "a config has at most 67,108,864"),
         ('{"model_type": null}', "names no model_type"),
     ],
-    ids=["5000 objects", "40 lists", "5000 digits", "1e400", "64 MiB", "null"],
+    ids=["5000 objects", "40 lists", "5000 digits", "1e400", "null"],
 )
 def test_json_that_no_config_looks_like_is_refused(text: str, said: str, read: Read) -> None:
     assert said in refusal(read, text)
