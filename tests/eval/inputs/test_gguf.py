@@ -60,9 +60,7 @@ def test_a_file_says_what_its_model_says(model_type: str, tmp_path: Path) -> Non
     assert source.tokenizer()("!!#", add_special_tokens=False)["input_ids"] == [299, 2]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "dtype"), [(["F16"], "float16"), (["Q8_0", "F16"], "bfloat16")]
-)
+@pytest.mark.parametrize(("kinds", "dtype"), [(["F16"], "float16"), (["Q8_0", "F16"], "bfloat16")])
 def test_weights_become_what_the_plan_says(kinds: list[str], dtype: str, tmp_path: Path) -> None:
     """One quantised tensor is enough to say so, even where most bytes are plain floats."""
     model = model_of("llama")
