@@ -50,7 +50,6 @@ def write(
     keys: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
     without: str = "nothing",
-    pre: str = "gpt-2",
     others: dict[str, str] | None = None,
 ) -> Path:
     """As llama.cpp's converter writes it; with other `keys` (None: without), more tensors, or without one."""
@@ -64,7 +63,7 @@ def write(
             add(f"{name}.{key}", value)
     characters = [*(chr(i) for i in range(33, 332)), "!!"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(characters)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(characters))
     writer.add_token_merges(["! !"])

@@ -1,8 +1,7 @@
 """GGUF files as sources: what transformers reads in one, dequantised.
 
 transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE, and takes its class's defaults
-for what it does not read. Here both are refused, by what the file says and what the config of transformers would compute. What
-it makes of a tokenizer may split text in another way than the original; the note says where that is known.
+for what it does not read. Here both are refused, by what the file says and what the config of transformers would compute.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ _SIZES = {
 _ABSENT = {"rope.freq_base": 10000.0, "attention.sliding_window": None}
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
-_MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
-_TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+_TOKENIZER = "its tokenizer is as transformers reads it, which may split some text otherwise than the original's"
 _ORIGINAL = "convert the checkpoint that it was made from"
 
 
@@ -117,7 +116,7 @@ class GgufFile:
     @property
     def note(self) -> str:
         changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
-        return "; ".join((f"the source is a GGUF file{changed}", *self._cautions()))
+        return f"the source is a GGUF file{changed}; {_TOKENIZER}"
 
     @property
     def fingerprint(self) -> dict[str, list[int]]:
@@ -188,16 +187,6 @@ class GgufFile:
         size = sum(path.stat().st_size for path in directory.glob("*")) / 1e9
         _log.warning("%s is dequantised into %s (%.2f GB), which is removed at the end", self.path, directory, size)
         return directory
-
-    def _cautions(self) -> list[str]:
-        """Where transformers' tokenizer is known to differ from the file's."""
-        found, pre = [], self.keys.get("tokenizer.ggml.pre", "default")
-        if _MERGES in self.keys and pre not in {"gpt-2", *_pre_tokenizers()}:
-            rules = f"its tokenizer splits text by the rules {pre!r}, which transformers does not read"
-            found.append(f"{rules}: some text becomes other tokens")
-        elif _MERGES not in self.keys and self.keys.get("tokenizer.ggml.add_space_prefix") is False:
-            found.append("its tokenizer adds no space before a text, and transformers' does")
-        return found
 
     @contextlib.contextmanager
     def _read_by_transformers(self) -> Iterator[dict[str, Any]]:
@@ -276,12 +265,3 @@ def _same(said: Any, read: Any) -> bool:
     if isinstance(said, float) and isinstance(read, int | float):
         return math.isclose(said, read, rel_tol=1e-6)
     return bool(said == read)
-
-
-def _pre_tokenizers() -> set[str]:
-    """The rules of splitting that transformers reads from a file."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:  # an internal module of another version: say nothing that may be wrong
-        return set()
-    return set(GGUF_PRE_TOKENIZER_SPLITS)

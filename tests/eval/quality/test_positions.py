@@ -10,7 +10,7 @@ from scoring import compare
 from tiny import tiny_config, tiny_model
 
 from eval.inputs.text import Tokens
-from eval.quality.positions import ByPosition, bounds, buckets_of
+from eval.quality.perplexity import ByPosition, bounds, buckets_of
 from eval.quality.protocol import Protocol
 
 

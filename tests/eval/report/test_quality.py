@@ -114,15 +114,6 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("eval.report.quality.plot.to_svg", lambda models: "<svg></svg>")
 
 
-def test_a_text_that_calibration_saw_is_warned_of() -> None:
-    report = a_report(2)
-    report["models"][1]["calibration_overlap"] = 0.25
-    for page in (reports.to_markdown(report), reports.to_html(report)):
-        assert "was calibrated on text that holds 25 % of this one" in page
-    report["models"][1]["calibration_overlap"] = 0.009
-    assert "Warning" not in reports.to_markdown(report)
-
-
 def test_a_large_loss_is_said_in_words() -> None:
     report = a_report(3)
     assert "large loss" not in reports.to_markdown(report)
@@ -136,11 +127,26 @@ def test_a_large_loss_is_said_in_words() -> None:
     assert "perplexity × 1e+304" in reports.to_markdown(report)
 
 
-def test_what_hinders_a_comparison_is_said() -> None:
-    report = a_report(2)
-    report["models"][1]["remarks"] = ["was made from another"]
-    for page in (reports.to_markdown(report), reports.to_html(report)):
-        assert "Warning: llama-0 was made from another." in page
+WARNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"calibration_overlap": 0.25}, {"calibration_overlap": 0.009}, "was calibrated on text that holds 25 % of this one"),
+    (
+        {"calibration_context": 256},
+        {"calibration_context": 1024},
+        "llama-0 was calibrated for contexts of 256 tokens, and is evaluated on 1,024",
+    ),
+    ({"remarks": ["was made from another"]}, {"remarks": []}, "Warning: llama-0 was made from another."),
+    ({"code": "its code is old"}, {"code": None}, "Warning: of llama-0, its code is old."),
+    ({"kv_context": 2048}, {}, "KV bytes per token, and shares of them, are those of 2,048 tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "without", "said"), WARNED, ids=[next(iter(one)) for one, *_ in WARNED])
+def test_what_to_know_of_the_figures_is_said(changes: dict[str, Any], without: dict[str, Any], said: str) -> None:
+    report = with_probes(a_report(2))  # whose longest context is 1,024
+    report["models"][1] |= without
+    assert said not in reports.to_markdown(report)
+    report["models"][1] |= changes
+    assert all(said in page for page in (reports.to_markdown(report), reports.to_html(report)))
 
 
 def test_only_what_others_are_compared_with_is_called_the_source() -> None:
@@ -151,28 +157,28 @@ def test_only_what_others_are_compared_with_is_called_the_source() -> None:
     assert "llama (source)" in reports.to_markdown(a_report(2))
 
 
-def test_json_round_trips() -> None:
-    report = a_report(3)
-    text = reports.to_json(report)
-    assert json.loads(text) == report
-    assert text.startswith('{\n  "kvfold"')
-    assert text.endswith("}\n")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_is_named(value: float) -> None:
-    report = a_report(3)
-    report["models"][1]["kl_to_source"] = value
-    with pytest.raises(Failure, match=rf'kl_to_source of model "llama-0" is {value}') as caught:
-        reports.to_json(report)
-    assert caught.value.hint is not None
-
-
-def test_a_nested_number_that_is_not_finite_is_named() -> None:
-    report = a_report(2)
-    report["protocol"]["overlap"] = {"share": math.nan}
-    with pytest.raises(Failure, match="overlap of the protocol"):
-        reports.to_json(report)
+def test_a_number_that_is_not_finite_is_named_and_leaves_what_was_written(tmp_path: Path) -> None:
+    report, directory = with_probes(a_report(3)), tmp_path / "deep" / "report"
+    reports.write(a_report(2), directory)
+    paths = reports.write(report, directory)  # over an older one
+    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html")}
+    assert sorted(directory.iterdir()) == sorted(paths.values())
+    before = {path: path.read_bytes() for path in paths.values()}
+    assert json.loads(before[paths["report.json"]]) == report
+    assert list(json.loads(before[paths["report.json"]])) == list(report)
+    assert before[paths["report.md"]].decode() == reports.to_markdown(report)
+    assert before[paths["report.html"]].decode() == reports.to_html(report)
+    bad: list[tuple[dict[str, Any], str, str]] = [
+        (report["models"][1], "kl_to_source", 'kl_to_source of model "llama-0" is nan'),
+        (report["protocol"], "stride", "stride of the protocol is nan"),
+        (report["recall"]["models"][1], "first_nats", "recall of the report"),
+    ]
+    for owner, key, said in bad:
+        owner[key], held = math.nan, owner[key]
+        with pytest.raises(Failure, match=said):
+            reports.write(report, directory)
+        owner[key] = held
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
 def test_markdown_has_a_row_per_model_and_pipes_line_up() -> None:
@@ -200,56 +206,21 @@ def test_markdown_has_a_row_per_model_and_pipes_line_up() -> None:
         "100.0 %",
     ]
     assert first[3:7] == ["12,288", "50.00 %", "36.76", "+0.2000"]
+    assert markdown.splitlines()[-1] == (
+        "Protocol paper: context 512, stride 512, BOS start, float32; text held-out.txt, 12,288 tokens scored, "
+        "sha256:9f86d081884c."
+    )
 
 
-def test_markdown_names_the_protocol() -> None:
-    line = reports.to_markdown(a_report(2)).splitlines()[-1]
-    for part in (
-        "paper",
-        "context 512",
-        "stride 512",
-        "BOS start",
-        "float32",
-        "held-out.txt",
-        "12,288 tokens",
-        "9f86d081884c",
-    ):
-        assert part in line
-    assert "9f86d081884c7" not in line  # shortened
-
-
-def test_markdown_of_a_hostile_name_stays_one_row() -> None:
-    report = a_report(2)
-    report["models"][1]["name"] = "a|b\n| c \x1b[31m\u202e`d`"
-    markdown = reports.to_markdown(report)
-    assert [len(row) for row in table_of(markdown)] == [len(COLUMNS)] * 4
-    assert "\x1b" not in markdown
-    assert "\u202e" not in markdown
-
-
-def test_a_nearly_exact_conversion_does_not_look_exact() -> None:
+def test_figures_keep_their_digits() -> None:
     report = a_report(2)
     report["models"][1].update(kl_to_source=1e-6, loss_nats=-1e-9)
     row = table_of(reports.to_markdown(report))[3]
-    assert row[8] == r"\<0.0001"
-    assert row[6] == "0.0000"  # and not -0.0000
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (5.4721, "5.472"),
-        (30.123, "30.12"),
-        (412.56, "412.6"),
-        (8103.4, "8,103"),
-        (123456.7, "123,457"),
-        (3.21e7, "3.2e+07"),
-    ],
-)
-def test_perplexity_keeps_four_digits(value: float, shown: str) -> None:
-    report = a_report(2)
-    report["models"][1]["perplexity"] = value
-    assert table_of(reports.to_markdown(report))[3][5] == shown
+    assert (row[8], row[6]) == (r"\<0.0001", "0.0000"), "nearly exact does not look exact, and no zero has a sign"
+    values = {5.4721: "5.472", 30.123: "30.12", 412.56: "412.6", 8103.4: "8,103", 123456.7: "123,457", 3.21e7: "3.2e+07"}
+    for value, shown in values.items():
+        report["models"][1]["perplexity"] = value
+        assert table_of(reports.to_markdown(report))[3][5] == shown
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -317,11 +288,6 @@ def test_axes_turn_logarithmic_with_the_range() -> None:
     assert {"KV bytes per token (KiB, log scale)", "perplexity (log scale)"} <= set(labels(TO_SVG(models)))
 
 
-def test_models_with_equal_caches_and_equal_quality_are_drawn() -> None:
-    models = [*a_report(1)["models"], *(a_model(f"same-{i}", "GQA-8", None, 24576, 0.0) for i in range(4))]
-    assert labels(TO_SVG(models)).count("GQA-8") == 1
-
-
 def test_methods_and_formats_are_series_of_their_own() -> None:
     models = with_formats(a_report(1))["models"]
     shown = labels(TO_SVG(models))
@@ -337,9 +303,6 @@ def test_many_series_get_room_in_the_legend() -> None:
     assert float(height.removesuffix("pt")) > 1000
 
 
-# ---- what is said beside it ------------------------------------------------------------------------------------------
-
-
 def with_formats(report: dict[str, Any]) -> dict[str, Any]:
     """The source, GQA-4 and MQA, with the source's cache in int8 and int4, and GQA-4's in int4."""
     gqa, mqa = a_model("gqa", "GQA-4", "aligned", 12288, 0.1), a_model("mqa", "MQA", "aligned", 3072, 0.24)
@@ -350,47 +313,6 @@ def with_formats(report: dict[str, Any]) -> dict[str, Any]:
         for of, form, size, loss in ((source, "int8", 13056, 0.001), (source, "int4", 7680.5, 0.02), (gqa, "int4", 3840, 0.12))
     ]
     return report | {"models": [source, *stored[:2], gqa, stored[2], mqa]}
-
-
-def test_what_the_source_in_another_format_does_better_is_named() -> None:
-    report = with_formats(a_report(1))
-    said = (
-        "The source itself with a cache in int4 keeps 31.3 % at +0.020 nats: it loses less than GQA-4 (aligned), "
-        "with no larger cache."
-    )
-    assert said in reports.to_markdown(report)
-    assert said in reports.to_html(report)
-    assert "The source itself" not in reports.to_markdown(a_report(3))
-    assert " 7,680 " in reports.to_markdown(report)  # whole bytes
-
-
-def test_write_leaves_exactly_three_files(tmp_path: Path) -> None:
-    report = a_report(3)
-    directory = tmp_path / "deep" / "report"
-    reports.write(a_report(2), directory)
-    paths = reports.write(report, directory)  # over an older one
-    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html")}
-    assert sorted(directory.iterdir()) == sorted(paths.values())
-    assert json.loads(paths["report.json"].read_text("utf-8")) == report
-    assert paths["report.md"].read_text("utf-8") == reports.to_markdown(report)
-    assert paths["report.html"].read_bytes().decode() == reports.to_html(report)
-
-
-def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
-    paths = reports.write(a_report(2), tmp_path)
-    before = {path: path.read_bytes() for path in paths.values()}
-    bad = a_report(3)
-    bad["models"][2]["perplexity"] = math.nan
-    with pytest.raises(Failure):
-        reports.write(bad, tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_failed_replace_leaves_no_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / "report.md").mkdir()  # a directory in the way
-    with pytest.raises(OSError, match=r"report\.md"):
-        reports.write(a_report(2), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
 
 
 def test_import_is_cheap() -> None:
@@ -442,14 +364,6 @@ def test_loss_by_position_is_a_table_of_its_own() -> None:
     )
 
 
-def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
-    report = a_report(3)
-    report["models"][1]["calibration_context"], report["models"][2]["calibration_context"] = 256, 512
-    for page in (reports.to_markdown(report), reports.to_html(report)):
-        assert "llama-0 was calibrated for contexts of 256 tokens, and is evaluated on 512" in page
-        assert "llama-1 was calibrated" not in page
-
-
 def with_probes(report: dict[str, Any]) -> dict[str, Any]:
     """What `--context 512,1024 --recall` add."""
     names = [model["name"] for model in report["models"]]
@@ -482,24 +396,3 @@ def test_everything_that_was_measured_is_in_both_pages() -> None:
     assert "one that cannot loses as much on both" in markdown
     assert "0.250" in Page(page).cells
     assert HOSTILE not in page
-
-
-def test_a_warning_heeds_the_longest_context() -> None:
-    report = with_probes(a_report(2))
-    report["models"][1]["calibration_context"] = 512
-    assert "calibrated for contexts of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)
-
-
-def test_bytes_that_depend_on_the_context_name_it() -> None:
-    report = a_report(2)
-    assert "KV bytes per token, and shares" not in reports.to_markdown(report)
-    report["models"][1]["kv_context"] = 2048
-    for page in (reports.to_markdown(report), reports.to_html(report)):
-        assert "KV bytes per token, and shares of them, are those of 2,048 tokens" in page
-
-
-def test_a_number_of_a_probe_that_is_not_finite_is_named() -> None:
-    report = with_probes(a_report(2))
-    report["recall"]["models"][1]["first_nats"] = math.nan
-    with pytest.raises(Failure, match="recall of the report"):
-        reports.to_json(report)
