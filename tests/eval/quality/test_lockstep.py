@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny import VOCABULARY
 from written import Make
 
 from eval.inputs.loading import load
@@ -35,7 +34,7 @@ def models(checkpoint: Make) -> list[Source]:
 def test_models_are_in_memory_together_only_while_they_are_small(
     small: float, expected: list[int], models: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the groups and the batches, the report is the same."""
+    """Whatever the groups, the report is the same."""
     whole = report_of(models, TEXT, SHORT)
     loaded, alive = list[weakref.ref[Any]](), list[int]()
     stages: dict[str, tuple[int, int]] = {}
@@ -55,11 +54,3 @@ def test_models_are_in_memory_together_only_while_they_are_small(
     assert alive == expected, "models that are there while another is loaded"
     assert set(stages.values()) == {(SCORED, SCORED)}
     assert len(stages) == 4 - max(expected)
-
-
-def test_a_report_does_not_depend_on_batches(models: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = report_of(models[:2], TEXT, SHORT)
-    monkeypatch.setattr("eval.quality.perplexity._LOGITS_AT_ONCE", 64 * VOCABULARY)
-    for ours, theirs in zip(report_of(models[:2], TEXT, SHORT)["models"], whole["models"], strict=True):
-        assert ours["loss_nats"] == pytest.approx(theirs["loss_nats"], rel=1e-5, abs=1e-9)
-        assert ours["kl_to_source"] == pytest.approx(theirs["kl_to_source"], rel=1e-4, abs=1e-9)
