@@ -223,11 +223,7 @@ class GgufFile:
         from transformers import AutoModelForCausalLM
 
         try:
-            from transformers.modeling_gguf_pytorch_utils import (
-                TENSOR_PROCESSORS,
-                TensorProcessor,
-                get_gguf_hf_weights_map,
-            )
+            from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
         except ImportError:  # internals of another version, which reports them on loading
             return []
         with self._read_by_transformers():

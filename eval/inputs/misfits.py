@@ -1,12 +1,43 @@
-"""What a checkpoint is whose tensors are not those of its config's class, by their names alone."""
+"""What lies in place of a checkpoint of a class, by names alone: other files, or other tensors; and what can be done."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from attention.errors import Failure
 
+_MERGE = (
+    "merge it into its base model with PEFT, and copy the tokenizer: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
+)
+_OTHER_FORM = "get the same model as safetensors"
+# Of a name, what the files are, and the next step; the first counts.
+_LAYOUTS = (
+    (r"adapter_config\.json", "an adapter", _MERGE),
+    (
+        r"(model\.safetensors|pytorch_model\.bin)(\.index\.json)?",
+        "weights alone",
+        "get config.json, and what else lies beside the weights, from where they came from",
+    ),
+    (
+        r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)",
+        "shards without an index (….index.json), which says what each of them holds",
+        "get the index from where they came from",
+    ),
+    (
+        r"consolidated\..+",
+        "weights in their maker's own layout",
+        "get the same model in transformers' layout: config.json and model*.safetensors",
+    ),
+    (r"[^/]+\.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
+    (r"zero_to_fp32\.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes weights"),
+    (r"[^/]+\.safetensors", "weights under another name", "rename them to model.safetensors"),
+    (r"[^/]+\.h5", "weights of TensorFlow", _OTHER_FORM),
+    (r"[^/]+\.msgpack", "weights of Flax", _OTHER_FORM),
+    (r"[^/]+/config\.json", "checkpoints one level deeper", "name one of them as MODEL"),
+)
 _ORIGINAL = "convert the original checkpoint, in float32, bfloat16 or float16, then quantise"
 # What training puts around modules, by the part that it adds to names.
 _WRAPPERS = {
@@ -37,6 +68,21 @@ _GATHER = (
     "DeepSpeed's ZeRO-3 leaves it so where weights are saved without being gathered: run zero_to_fp32.py of its checkpoint, "
     "or save again with stage3_gather_16bit_weights_on_model_save"
 )
+
+
+def names_in(directory: Path) -> list[str]:
+    """The names of the files in a directory and one level deeper."""
+    return sorted(
+        path.relative_to(directory).as_posix() for pattern in ("*", "*/config.json") for path in directory.glob(pattern)
+    )
+
+
+def found_among(names: Collection[str]) -> tuple[str, str] | None:
+    """The first known layout that files of these names have: in words, and the next step; None if there is none."""
+    for pattern, what, step in _LAYOUTS:
+        if found := [name for name in sorted(names) if re.fullmatch(pattern, name)]:
+            return f"{what} ({', '.join(found[:3])}{', …' if found[3:] else ''})", step
+    return None
 
 
 def disagreement(

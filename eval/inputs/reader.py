@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attention.errors import Failure, Refusal
-from eval.inputs.layouts import found_among, names_in
+from eval.inputs.misfits import found_among, names_in
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -188,7 +188,6 @@ class _Pickle:
             # Files from before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:  # unpickling can fail in any way
-            _require_readable(path)
             raise Failure(
                 f"{path.name} does not hold weights alone, or is damaged: {_reason(error)}",
                 hint="get it again, or have who made it save it as safetensors",
@@ -222,15 +221,6 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {said[:160]}"
 
 
-def _require_readable(path: Path) -> None:
-    """Fail if the file exists, and the system does not let it be read."""
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror or error}", hint="look at its permissions") from None
-
-
 def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
     layout = tensor.layout if tensor.layout is not torch.strided else None
@@ -245,7 +235,6 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        _require_readable(path)
         raise Failure(
             f"{path.name} is truncated or damaged: {' '.join(str(error).split())[:200]}",
             hint="compare its size with where it came from, and get it again",
@@ -264,7 +253,7 @@ def _weight_files(directory: Path) -> list[str]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
                 raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
             return files
-    what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
+    what, step = found_among(names_in(directory)) or ("", _AS_SAVED)
     there = what and f", but {what}"
     raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {PICKLES}, nor an index of either{there}", hint=step)
 

@@ -16,7 +16,7 @@ from attention import models
 from attention.auto import refuse_adapter
 from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
-from eval.inputs import config_rules, layouts
+from eval.inputs import config_rules, misfits
 from eval.inputs.former import Former, former_of
 from eval.inputs.gguf import GgufFile
 from eval.inputs.reader import TOKENIZER_FILES, Reader, fingerprint
@@ -146,8 +146,8 @@ class Source:
 
     def _no_checkpoint(self) -> Refusal:
         """Why something without a config.json is no checkpoint."""
-        names = layouts.names_in(self.directory) if self.directory else self._listed(self.revision) or []
-        what, step = layouts.found_among(names, self.directory) or ("", "is it a Hugging Face checkpoint?")
+        names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
+        what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
         return Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step)
 
     @property

@@ -96,22 +96,6 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     assert "weights_only" not in str(error.value), "torch advises to run it"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_file_that_cannot_be_read_is_not_called_damaged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / name).write_bytes(b"anything")
-    opened = Path.open
-
-    def closed(path: Path, *mode: Any, **options: Any) -> Any:
-        if path.name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *mode, **options)
-
-    monkeypatch.setattr(Path, "open", closed)
-    with pytest.raises(Failure, match=rf"cannot read .*{name}: Permission denied") as error:
-        Reader(tmp_path)
-    assert error.value.hint == "look at its permissions"
-
-
 # ---- indices that name what they may not -----------------------------------------------------------------------------
 
 

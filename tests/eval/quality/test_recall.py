@@ -53,14 +53,15 @@ class Copier:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["logits_to_keep", "all logits"])
-def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
+def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.quality.recall._TOKENS", 4096)
     probe = Recall.of(IDS, 512 + COPY)
     assert probe.distances == (128, 256, 512)
     found = probe.measure(Copier(256, keeps), "copier", silent)
     near, middle, far = found["distances"]
     pairs = probe.conditions()["pairs"]
     assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * pairs[str(d)] for d in probe.distances]
-    assert pairs["512"] == len(probe.sequences) == 16384 // (512 + COPY)
+    assert pairs["512"] == len(probe.sequences) == 4096 // (512 + COPY)
     assert near["nats"] < 0.5 > middle["nats"]
     assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
 
