@@ -116,7 +116,6 @@ UNREAD: list[tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = [
     # As of Gemma 2 27B.
     ("gemma2", {"attention.key_length": 128, "attention.value_length": 128}, {}, "logits would be scaled for 256 dims"),
     ("llama", {"rope.scaling.type": "yarn"}, {}, "its key llama.rope.scaling.type is yarn"),
-    ("llama", {"rope.scaling.factor": 8.0}, {}, "its key llama.rope.scaling.factor is 8.0"),
     ("llama", {"attention.sliding_window": 7}, {}, "its key llama.attention.sliding_window is 7"),
     ("llama", {"attention.key_length": 16}, {}, "its key llama.attention.key_length is 16, and 32 was read"),
     ("llama", {"attention.scale": 0.5}, {}, "its key llama.attention.scale is 0.5"),
@@ -126,7 +125,6 @@ UNREAD: list[tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = [
     ("starcoder2", {"rope.freq_base": 999999.0}, {}, "its key starcoder2.rope.freq_base is 999999.0, and 10000"),
     ("stablelm", {"rope.dimension_count": 16}, {}, "its key stablelm.rope.dimension_count is 16, and 8 was read"),
     ("phi3", {"attention.sliding_window": 2047}, {}, "its key phi3.attention.sliding_window is 2047, and None was read"),
-    ("phi3", {}, {"rope_factors_long.weight": NORM}, "it has a tensor rope_factors_long.weight"),
     ("gemma3_text", {"rope.freq_base": None}, {}, "its key gemma3.rope.freq_base is not there, which means 10000.0, and "),
     ("gemma2", {"final_logit_softcapping": 20.0}, {}, "its key gemma2.final_logit_softcapping is 20.0, and 30.0 was read"),
     ("falcon", {"attention.layer_norm_epsilon": 1e-6}, {}, "falcon.attention.layer_norm_epsilon is 9.99"),
