@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import tempfile
 from collections.abc import Callable
@@ -254,14 +253,6 @@ def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(
         assert model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert not model.training
     assert "device_map" not in asked[0], "on a CPU it is loaded whole"
-
-
-def test_a_large_model_is_named_when_it_begins_to_load(
-    pair: list[Source], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("eval.inputs.loading._MOMENT", 0)
-    with caplog.at_level(logging.INFO, "kvfold"), load(pair[1], device="cpu"):
-        assert f"load {pair[1].name}: 0.0 GB" in caplog.messages
 
 
 ON_DISK = ("model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb", "lm_head")
