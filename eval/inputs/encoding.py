@@ -79,15 +79,11 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         after_starts: Where these begin.
         sure: Of what both share, the characters that are far enough from the end.
     """
-    every = enumerate(zip(after_starts, after, strict=True))
-    indices = {(start, token): i for i, (start, token) in every if start < sure}
-    run, last = 0, -1
-    for i, (start, token) in enumerate(zip(starts, ids, strict=True)):
-        if (index := indices.get((start, token))) is None:
-            run = 0
-            continue
-        run = run + 1 if index == last + 1 else 1
-        if run == _ALIKE:
-            return i + 1, index + 1
-        last = index
+    places, beginnings = (list(zip(one, other, strict=True)) for one, other in ((starts, ids), (after_starts, after)))
+    indices = {place: index for index, place in enumerate(beginnings)}
+    for i, place in enumerate(places):
+        j = indices.get(place)
+        run = places[i : i + _ALIKE]
+        if j is not None and len(run) == _ALIKE and run == beginnings[j : j + _ALIKE] and run[-1][0] < sure:
+            return i + _ALIKE, j + _ALIKE
     return None

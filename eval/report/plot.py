@@ -41,7 +41,7 @@ def to_svg(models: Sequence[Model]) -> str:
         width, height = _SIZE[0], max(_SIZE[1], _ROW * (3 + len(series) + len(kinds)))
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
-        ring = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 12, "linestyle": ""}
+        ring: dict[str, Any] = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 12, "linestyle": ""}
         handles = [Line2D([], [], label="source", **ring)]
         axes.axhline(points[0][1], color="gray", linestyle="--", linewidth=1)
         axes.plot(*points[0], **ring)
