@@ -79,11 +79,13 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         after_starts: Where these begin.
         sure: Of what both share, the characters that are far enough from the end.
     """
-    places, beginnings = (list(zip(one, other, strict=True)) for one, other in ((starts, ids), (after_starts, after)))
-    indices = {place: index for index, place in enumerate(beginnings)}
+    places = list(zip(starts, ids, strict=True))
+    others = [place for place in zip(after_starts, after, strict=True) if place[0] < sure]
+    indices = {place: index for index, place in enumerate(others)}
     for i, place in enumerate(places):
-        j = indices.get(place)
-        run = places[i : i + _ALIKE]
-        if j is not None and len(run) == _ALIKE and run == beginnings[j : j + _ALIKE] and run[-1][0] < sure:
+        if (j := indices.get(place)) is None:
+            continue
+        run = others[j : j + _ALIKE]
+        if len(run) == _ALIKE and run == places[i : i + _ALIKE]:
             return i + _ALIKE, j + _ALIKE
     return None

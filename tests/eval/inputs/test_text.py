@@ -107,45 +107,30 @@ def test_excerpts_are_lines_from_all_over_a_text(monkeypatch: pytest.MonkeyPatch
     assert set(one_line.text) == set("é≠😀a\n")
 
 
-def test_a_dataset_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_joined_as_papers_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, module = [], ModuleType("datasets")
+
+    def read(repository: str, configuration: str, split: str) -> dict[str, list[str]]:
+        asked.append((repository, configuration, split))
+        return {"text": ["", " = Title = \n", "Line"]}
+
+    def fail(*arguments: str, **options: str) -> None:
+        raise ConnectionError("no route\n  to host")
+
+    module.load_dataset = read  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert load_dataset("wikitext") == Text("wikitext (wikitext-2-raw-v1, test)", "\n\n = Title = \n\n\nLine")
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
+    module.load_dataset = fail  # type: ignore[attr-defined]
+    with pytest.raises(Failure, match="cannot load the dataset Salesforce/wikitext: no route to host") as caught:
+        load_dataset("wikitext")
+    assert "--text FILE" in str(caught.value.hint)
+    with pytest.raises(Refusal, match=r"no dataset 'wikitxt' \(choose wikitext\)"):
+        load_dataset("wikitxt")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(Failure, match="--dataset needs the package datasets") as caught:
         load_dataset("wikitext")
     assert caught.value.hint == "pip install 'kvfold[data]', or use --text FILE"
-
-
-def test_an_unknown_dataset_is_refused_with_the_list() -> None:
-    with pytest.raises(Refusal, match=r"no dataset 'wikitxt' \(choose wikitext\)") as caught:
-        load_dataset("wikitxt")
-    assert caught.value.hint == "any other text: --text FILE"
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    module = ModuleType("datasets")
-    module.load_dataset = load  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-
-
-def test_a_dataset_is_joined_as_papers_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(repository: str, configuration: str, split: str) -> dict[str, list[str]]:
-        asked.append((repository, configuration, split))
-        return {"text": ["", " = Title = \n", "Line"]}
-
-    stand_in(monkeypatch, load)
-    assert load_dataset("wikitext") == Text("wikitext (wikitext-2-raw-v1, test)", "\n\n = Title = \n\n\nLine")
-    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
-
-
-def test_a_dataset_that_cannot_be_had_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*arguments: str, **options: str) -> None:
-        raise ConnectionError("no route\n  to host")
-
-    stand_in(monkeypatch, load)
-    with pytest.raises(Failure, match="cannot load the dataset Salesforce/wikitext: no route to host") as caught:
-        load_dataset("wikitext")
-    assert "--text FILE" in str(caught.value.hint)
 
 
 def test_a_text_is_encoded_without_special_tokens(tokenizer: Any) -> None:
