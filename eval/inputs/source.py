@@ -304,9 +304,15 @@ class Source:
         return self.calibrated.of if self.calibrated else self.max_positions
 
     @property
+    def tokenizer_files(self) -> list[Path]:
+        """The files that a tokenizer is made from."""
+        files = (file for file in self.files.iterdir() if file.is_file())
+        return [file for file in files if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
+
+    @property
     def has_tokenizer(self) -> bool:
-        """Whether it has a file that a tokenizer is made from."""
-        return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
+        """Whether there are any."""
+        return bool(self.tokenizer_files)
 
     def tokenizer(self) -> Any:
         """Its own tokenizer.

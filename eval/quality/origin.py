@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.overlap import overlap
-from eval.inputs.reader import TOKENIZER_FILES
-from eval.inputs.sealed import checksum
+from eval.inputs.sealed import checksum, read_object
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach
 
@@ -44,11 +41,8 @@ def _made(source: Source) -> dict[str, Any]:
     Raises:
         Failure: It is ours, and a value has a type that no conversion writes.
     """
-    try:
-        made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    if not isinstance(made, dict) or "kvfold" not in made:
+    made = read_object(source.files / "conversion.json") or {}
+    if "kvfold" not in made:
         return {}  # another tool's file of that name says nothing
     calibration = made.get("calibration") or {}
     counts = (
@@ -121,7 +115,7 @@ def _is_source(source: Source, made: Mapping[str, Any]) -> bool:
 
 def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, tokens: Tokens) -> str:
     """That a model's own tokenizer does not make these tokens, which are the first one's, of the text; "" if it does."""
-    if not source.has_tokenizer or _hashes(source) == _hashes(first):
+    if not source.tokenizer_files or _hashes(source) == _hashes(first):
         return ""
     try:
         own = tokens_of(source, text, count)
@@ -133,9 +127,7 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
 
 
 def _hashes(source: Source) -> dict[str, str]:
-    """Of the files of its tokenizer."""
-    files = [file for file in source.files.iterdir() if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
-    return {file.name: checksum(file) for file in files if file.is_file()}
+    return {file.name: checksum(file) for file in source.tokenizer_files}
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:
