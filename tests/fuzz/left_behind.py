@@ -197,11 +197,7 @@ def prepared(kind: str, root: Path) -> Work:
         return Work(root, lambda root: sorted(root.glob("out/*/*.json")), (*sweep, "--resume"), None)
     if kind == "recipe":
         done(*mqa)
-        return Work(
-            root,
-            lambda root: [root / "out" / "conversion.json"],
-            ("run", "out", "again", "--dry-run"),
-        )
+        return Work(root, lambda root: [root / "out" / "conversion.json"], ("run", "out", "again", "--dry-run"))
     if kind == "provenance":
         return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
     write(Path("model.gguf"), model_of("llama"))
