@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from convert.api import gqa, heal, inspect, mla, mqa, plan, refresh, sweep
     from convert.execute.conversion import Conversion, PlannedConversion
-    from convert.healing.run import Healing, PlannedHealing
+    from convert.healing.describe import Healing, PlannedHealing
     from convert.sweeping import PlannedSweep, Sweep
 
 __all__ = [
