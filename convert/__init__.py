@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 _RESULTS = {
     name: module
-    for module, noun in (("execute.conversion", "Conversion"), ("healing.run", "Healing"), ("sweeping", "Sweep"))
+    for module, noun in (("execute.conversion", "Conversion"), ("healing.describe", "Healing"), ("sweeping", "Sweep"))
     for name in (noun, f"Planned{noun}")
 }
 

@@ -147,7 +147,8 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
         raise Refusal("tokens and time contradict each other", hint="give one of them")
     trusted, named = given["trust_remote_code"], given["teacher"]
     source, teacher = Source.parse(str(converted), trusted), None if named is None else Source.parse(str(named), trusted)
-    same = {field.name: given[field.name] for field in fields(HealOptions) if field.name in given}
+    options_given: Mapping[str, Any] = given
+    same = {field.name: options_given[field.name] for field in fields(HealOptions) if field.name in given}
     wanted = HealOptions(texts_of(given["text"], given["dataset"]) or DEFAULT, **same)
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
     plan = plan_heal(source, teacher, wanted, where, given["device"], given["seed"])

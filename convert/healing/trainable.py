@@ -129,7 +129,8 @@ def fixed(model: Any) -> dict[str, torch.Tensor]:
             ("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys),
             ("q_a_proj", "q_a_layernorm", _of_queries),
         ):
-            down, norm = getattr(module, part, None), getattr(module, norm_part, None)
+            modules: tuple[Any, Any] = getattr(module, part, None), getattr(module, norm_part, None)
+            down, norm = modules
             if getattr(norm, "weight", None) is not None and getattr(down, "bias", None) is not None:
                 found = mask(down.weight.detach(), down.bias.detach(), norm.weight.detach())
                 names = f"{part}.weight", f"{part}.bias", f"{norm_part}.weight"
