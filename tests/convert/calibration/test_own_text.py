@@ -141,6 +141,28 @@ def test_a_template_that_fails_is_said_and_not_used(
     assert written(source, tmp_path / "kept").shape == (6, 24)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason", "longest"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 3 seconds", 3),
+        ("{{ 'a' * 2 ** 40 }}", "MemoryError", writing._LONGEST),
+    ],
+    ids=["loop", "memory"],
+)
+def test_a_template_without_an_end_is_stopped(
+    template: str,
+    reason: str,
+    longest: int,
+    checkpoint: Make,
+    warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_LONGEST", longest)
+    assert Voice.of(Source.parse(str(with_template(checkpoint("llama"), template)))).turns is None
+    (said,) = warned()
+    assert said == f"the chat template cannot be used, so the model writes no conversations: {reason}"
+
+
 def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}"
     source = with_template(beginning_with_bos(checkpoint("llama")), template)
