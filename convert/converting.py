@@ -24,6 +24,7 @@ from convert.planning.calibration import GivenTexts
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import Text
 from eval.quality.evaluation import prepare
+from eval.quality.opened import Opened
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -69,12 +70,15 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         with work.kept_without_memory(device, _LESS_MEMORY):
             provenance = convert_layers(job, manifest)
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
-        healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
-        others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-        checks = plan.request.checks and not plan.target.copies
-        check = checked(plan, work.path, others, device, own_texts, progress) if checks else None
-        provenance = with_healing(provenance, healing) | {"check": check}
-        if evaluate_on:
-            seen, models = text.tokens if text else None, {"source": source}
-            provenance["evaluation"] = evaluated(work, provenance, models, "converted", evaluate_on, settings, seen, progress)
+        with Opened() as opened:
+            tokens = text.tokens if text else None
+            healing = heal_result(plan, work, tokens, texts.unseen, device, progress, opened) if texts and tokens else None
+            others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
+            check = checked(plan, work.path, others, device, own_texts, progress, opened) if plan.checks else None
+            provenance = with_healing(provenance, healing) | {"check": check}
+            if evaluate_on:
+                models = {"source": source}
+                provenance["evaluation"] = evaluated(
+                    work, provenance, models, "converted", evaluate_on, settings, tokens, progress, opened
+                )
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))

@@ -29,6 +29,7 @@ from eval.inputs.loading import load
 from eval.inputs.sealed import read_object
 from eval.inputs.text import bos_before_texts
 from eval.machine.device import input_device, memory_for, rough, whole_memory
+from eval.quality.opened import Opening
 from eval.quality.perplexity import finite
 from eval.terminal.progress import Progress, stage
 
@@ -197,6 +198,7 @@ def own_text(
     directory: Path,
     progress: Progress,
     otherwise: str = _OTHERWISE,
+    opening: Opening = load,
 ) -> torch.Tensor:
     """A model's own text: `[rows, length]`, int64.
 
@@ -213,6 +215,7 @@ def own_text(
         directory: Keeps finished batches, for a run that resumes and for other conversions of this model.
         progress: Called with the rows written.
         otherwise: What to do where it writes nothing of use.
+        opening: Loads the model.
 
     Raises:
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
@@ -228,7 +231,7 @@ def own_text(
         for start in range(0, rows, size):
             part = chances[start : start + size]
             if not kept.has(start) or len(kept.get(start)[0]["ids"]) != len(part):  # of a machine with another memory
-                writer = writer or stack.enter_context(_opened(source, length, device))
+                writer = writer or stack.enter_context(_opened(source, length, device, opening))
                 kept.put(start, {"ids": writer.written(start, part)}, {})
             parts.append(kept.get(start)[0]["ids"])
             done(len(part))
@@ -238,10 +241,10 @@ def own_text(
 
 
 @contextlib.contextmanager
-def _opened(source: Source, length: int, device: torch.device) -> Iterator[_Writer]:
+def _opened(source: Source, length: int, device: torch.device, opening: Opening) -> Iterator[_Writer]:
     """The model, loaded to write."""
     dtype = str(rough(device)).removeprefix("torch.")
-    with load(source, dtype, str(device)) as model, torch.inference_mode():
+    with opening(source, dtype, str(device)) as model, torch.inference_mode():
         yield _Writer(prepared(model), Voice.of(source), length)
 
 

@@ -21,6 +21,7 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
+from eval.quality.opened import Opening
 from eval.quality.perplexity import Score, add, batches, logits_of
 from eval.quality.protocol import Block
 from eval.report.sections import LARGE, meaning
@@ -51,7 +52,13 @@ class Sample:
 
 
 def checked(
-    plan: Plan, result: Path, given: Sequence[Sample], device: torch.device, kept: Path, progress: Progress
+    plan: Plan,
+    result: Path,
+    given: Sequence[Sample],
+    device: torch.device,
+    kept: Path,
+    progress: Progress,
+    opening: Opening = load,
 ) -> dict[str, Any] | None:
     """Compare a result with its source.
 
@@ -62,6 +69,7 @@ def checked(
         device: Where models run.
         kept: A directory for what the source writes.
         progress: Called with the blocks that are done.
+        opening: Loads the models.
 
     Returns:
         For the provenance: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in
@@ -80,8 +88,9 @@ def checked(
     models = [plan.source, plan.source.beside(result, "the result")]
     total = len(models) * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
-        source = _losses(models[0], samples, device, done)
-        converted = _losses(models[1], samples, device, done, plan.cache_dtype if plan.rounding else None)
+        source = _losses(models[0], samples, device, done, opening)
+        form = plan.cache_dtype if plan.rounding else None
+        converted = _losses(models[1], samples, device, done, opening if form is None else load, form)
     found: list[dict[str, Any]] = [
         {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": before, "loss_nats": after - before}
         for sample, before, after in zip(samples, source, converted, strict=True)
@@ -90,11 +99,16 @@ def checked(
     return {"texts": found}
 
 
+def own_sample(plan: Plan, device: torch.device, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
+    """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
+    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
+    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress, opening=opening)
+
+
 def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> list[Sample]:
     """The source's own text; nothing where it cannot write, which says nothing of the result."""
-    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
     try:
-        ids = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress)
+        ids = own_sample(plan, device, kept, progress)
     except KvfoldError as error:
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
         return []
@@ -102,10 +116,15 @@ def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> li
 
 
 def _losses(
-    source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None], form: str | None = None
+    source: Source,
+    samples: Sequence[Sample],
+    device: torch.device,
+    done: Callable[[int], None],
+    opening: Opening,
+    form: str | None = None,
 ) -> list[float]:
     """Mean nats per token of a model on each text, with its cache in a format, or without one."""
-    with load(source, device=str(device)) as model, torch.inference_mode():
+    with opening(source, "auto", str(device)) as model, torch.inference_mode():
         if form is not None:
             store_encoded(model, form)
         return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from convert.calibration.own_text import own_text
+from convert.execute.checking import own_sample
 from convert.output.destination import without_text
 from convert.output.provenance import versions
 from convert.output.writing import Work
 from convert.planning.base import Plan, location_of
 from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.machine.device import rough
+from eval.quality.opened import Opened
 from eval.terminal.progress import Progress
 
 
@@ -65,4 +67,9 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
-    return own_text(plan.source, rows, plan.calibration.context, plan.seed, torch.device(plan.runs_on), kept, progress)
+    device = torch.device(plan.runs_on)
+    with Opened() as opened:
+        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
+        if plan.checks:  # what the check at the end reads, while the model is loaded
+            own_sample(plan, device, kept, progress, opened)
+    return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.plan import HealOptions, HealPlan, plan_heal
 from convert.healing.provenance import course_of
+from convert.healing.team import place
 from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
 from convert.output.writing import Work
@@ -19,6 +21,7 @@ from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
+from eval.quality.opened import Opened
 from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
@@ -28,7 +31,7 @@ _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a w
 
 
 def heal_result(
-    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress
+    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress, opened: Opened
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
@@ -42,6 +45,7 @@ def heal_result(
         unseen: Blocks of such text that nothing was fitted to, to judge by; None to judge by some of the calibration text.
         device: Where it trains.
         progress: Called with the progress of each stage.
+        opened: Loads the models. The result in it has the healed weights then.
 
     Returns:
         The entry `healing` of conversion.json with the names of the tensors that changed; None if nothing was healed.
@@ -75,7 +79,7 @@ def heal_result(
         try:
             healing = _planned(plan, work, tokens, count, device)
             blocks = TrainingText.of([(calibrated, 1.0)], context, healing.tokens, healing.batch, judged)
-            return _trained(healing, work, blocks, progress)
+            return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
@@ -99,20 +103,33 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.dev
     return replace(healing, options=replace(options, eval_every=every))
 
 
-def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress) -> dict[str, Any]:
+def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
     from convert.healing.costs import disk  # transformers' Trainer takes a second to import
     from convert.healing.models import train
 
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    outcome, where = train(plan, text, reader, work.training, progress)
+    outcome, where = train(plan, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
         for file, hash_ in write_files(work.path, reader, outcome.weights, where, progress):
             work.note(file, work.done(file), hash_)
             files[file] = hash_
+        with opened(plan.converted, "float32", place(plan)) as student:
+            _adopt(student, Reader(work.path), where)
+    else:
+        opened.forget(plan.converted)  # its weights are those of a later step
     course = {**course_of(plan, text, outcome), "tensors": sorted(where) if outcome.weights else []}
     work.remember(_COURSE, {"files": files, "course": course})
     return course
+
+
+@torch.no_grad()
+def _adopt(student: Any, written: Reader, where: Mapping[str, str]) -> None:
+    """Give the student the weights that were written, and no gradients any more: others read it as the result."""
+    for tensor, parameter in where.items():
+        student.get_parameter(parameter).copy_(written[tensor])
+    for parameter in student.requires_grad_(False).parameters():
+        parameter.grad = None

@@ -20,11 +20,12 @@ from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
 from eval.machine.device import compute_device
+from eval.quality.opened import Opening
 from eval.terminal.progress import Progress
 
 
 def train(
-    plan: HealPlan, text: TrainingText, reader: Reader, checkpoints: Path, progress: Progress
+    plan: HealPlan, text: TrainingText, reader: Reader, checkpoints: Path, progress: Progress, opening: Opening = load
 ) -> tuple[Outcome, dict[str, str]]:
     """Train the student, from its last checkpoint on. Every process calls this.
 
@@ -34,11 +35,12 @@ def train(
         reader: Reads the converted checkpoint.
         checkpoints: The directory of the Trainer's checkpoints.
         progress: Called with the tokens seen.
+        opening: Loads the models.
 
     Returns:
         The outcome, and the trained parameter that each tensor to write holds.
     """
-    with distillation_of(plan) as (module, what, names):
+    with distillation_of(plan, opening) as (module, what, names):
         where = held_parameters(plan.model, reader, names)
         stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
         trainer = HealingTrainer(plan, text, module, what, checkpoints)
@@ -49,14 +51,15 @@ def train(
 
 
 @contextlib.contextmanager
-def distillation_of(plan: HealPlan) -> Iterator[tuple[Distillation, Trainable, list[str]]]:
+def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable, list[str]]]:
     """Both models in memory with the loss, what trains of the student, and the class's names of that.
 
     The student is in fp32, and only what trains has gradients: these parameters, or LoRA beside them. The teacher is the source
     itself.
     """
     kept = plan.teacher.dtype if shards() and compute_device(plan.device).type == "cuda" else "auto"
-    with load(plan.teacher, kept, place(plan)) as teacher, load(plan.converted, "float32", place(plan)) as student:
+    where = place(plan)
+    with opening(plan.teacher, kept, where) as teacher, opening(plan.converted, "float32", where) as student:
         for model in (teacher, student):
             pad_values(model.requires_grad_(False))
         names, rank = trained(student, plan.names), plan.lora_rank

@@ -12,9 +12,11 @@ from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.output.provenance import write_provenance
 from convert.output.writing import Work
+from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import report_of
+from eval.quality.opened import Opening
 from eval.quality.origin import is_cached_in, stated_cache
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress
@@ -31,6 +33,7 @@ def evaluated(
     settings: EvaluationSettings,
     seen: Tokens | None,
     progress: Progress,
+    opening: Opening = load,
 ) -> dict[str, Any]:
     """The entry `evaluation` of conversion.json.
 
@@ -43,6 +46,7 @@ def evaluated(
         settings: How to evaluate.
         seen: The text that the checkpoint was fitted to, which would flatter an evaluation; None if that is not compared.
         progress: Called with the progress of each stage.
+        opening: Loads the models.
 
     Raises:
         Failure: The evaluation failed. `--resume` without `--evaluate` publishes the checkpoint.
@@ -52,7 +56,7 @@ def evaluated(
     result = made_from[0].beside(work.path, label)
     settings = replace(settings, cache_dtypes=_formats(provenance, (*made_from, result)))
     try:
-        report = report_of([*made_from, result], text, settings, seen, progress)
+        report = report_of([*made_from, result], text, settings, seen, progress, opening)
     except (Refusal, Failure) as error:
         raise Failure(
             f"the {work.noun} is done, its evaluation failed: {error}",

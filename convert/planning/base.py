@@ -122,6 +122,11 @@ class Plan:
         return str(compute_device(self.device))
 
     @property
+    def checks(self) -> bool:
+        """Whether the result is compared with its source at the end."""
+        return self.request.checks and not self.target.copies
+
+    @property
     def from_weights_alone(self) -> bool:
         """Whether its method would use text, and has none."""
         return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED

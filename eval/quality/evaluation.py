@@ -12,11 +12,12 @@ from attention.errors import GateMissed, Refusal
 from attention.formats import KIVI
 from attention.kv_bytes import dtype_bytes
 from attention.spec import AttentionSpec
-from eval.inputs.loading import calibration_tokens, compute_dtype, require_causal, tokens_of
+from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import require_device
 from eval.quality.lockstep import Job, Lockstep, Row
+from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.protocol import Protocol
@@ -58,6 +59,7 @@ def report_of(
     settings: EvaluationSettings,
     calibrated_on: Tokens | None = None,
     progress: Progress = silent,
+    opening: Opening = load,
 ) -> dict[str, Any]:
     """Evaluate the first model as the source, and compare the others with it.
 
@@ -68,6 +70,7 @@ def report_of(
         calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
             whether it was this text.
         progress: Called with the progress of each stage.
+        opening: Loads the models.
 
     Returns:
         The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
@@ -92,7 +95,7 @@ def report_of(
     vocabulary = sources[0].vocabulary
     batched = [batches(protocol.blocks(tokens), vocabulary) for protocol in protocols]
     jobs = [Job(batch, index) for index, part in enumerate(batched) for batch in part]
-    Lockstep(jobs, protocols[0].context, settings, probe, progress).measure(rows)
+    Lockstep(jobs, protocols[0].context, settings, probe, progress, opening).measure(rows)
     quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),

@@ -21,6 +21,7 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.machine.device import memory_for
 from eval.quality.cost import cache_figures
+from eval.quality.opened import Opening
 from eval.quality.perplexity import Batch, Score, add, logits_of
 from eval.quality.recall import Recall
 from eval.quality.settings import EvaluationSettings
@@ -67,6 +68,7 @@ class Lockstep:
         settings: How to load the models.
         probe: The probe of recall, or None.
         progress: Called with the number of scored tokens.
+        opening: Loads a model that is read as it is.
     """
 
     jobs: Sequence[Job]
@@ -74,6 +76,7 @@ class Lockstep:
     settings: EvaluationSettings
     probe: Recall | None = None
     progress: Progress = silent
+    opening: Opening = load
 
     def measure(self, rows: Sequence[Row]) -> None:
         """Fill in scores, caches and recall; the source comes first.
@@ -105,7 +108,8 @@ class Lockstep:
     def _opened(self, row: Row, whole: float | None) -> Iterator[Any]:
         """The model of a row, freed when the block ends, its cache measured. `whole`: the source's KV bytes per token."""
         source, form = row.source, row.form
-        with load(source, self.settings.dtype, self.settings.device) as model:
+        opening = self.opening if form is None else load  # a cache in another format changes what others would read
+        with opening(source, self.settings.dtype, self.settings.device) as model:
             pad_values(model)  # several times faster on a CPU, and changes no result
             if form is not None:
                 (read_rounded if form in KIVI else store_encoded)(model, form)

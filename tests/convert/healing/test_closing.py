@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from written import Make, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted, Refusal
@@ -17,6 +18,7 @@ from convert import gqa, heal, mla, mqa, sweep
 from convert.execute.conversion import Conversion
 from convert.healing import closing, models
 from convert.healing.trainer import HealingTrainer
+from eval import evaluate
 from eval.inputs.text import Tokens
 
 SIZES: dict[str, Any] = {"method": "mean", "calibration_tokens": 1024, "calibration_context": 32, "max_shard_size": "40KB"}
@@ -65,6 +67,30 @@ def test_a_result_is_distilled_before_it_is_published(plain: Path, whole: Conver
     card = (whole.output / "README.md").read_text()
     assert "distilled from the source on 512 tokens of that text" in card
     assert "--heal 512" in card
+
+
+@pytest.mark.usefixtures("writing")
+def test_source_and_result_are_loaded_once_to_heal_check_and_evaluate(
+    given: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the source once more, to write what the check reads. What is measured is the published result."""
+    loaded, load = list[Path](), AutoModelForCausalLM.from_pretrained
+
+    def counted(*args: Any, pretrained_model_name_or_path: Path, **options: Any) -> Any:
+        loaded.append(pretrained_model_name_or_path)
+        return load(pretrained_model_name_or_path, *args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    monkeypatch.setattr("convert.calibration.own_text._LEAST_WORDS", 0.0)
+    (source, options), text = given, ["quick brown foxes " * 20]
+    done = mqa(source, tmp_path / "out", evaluate=text, **options)
+    assert done.provenance["healing"]["after"]["step"] > 0
+    assert done.provenance["check"] is not None
+    assert sorted(path == source for path in loaded) == [False, True, True]
+    measured = evaluate([source, done.output], text)
+    assert done.report is not None
+    for one, other in zip(done.report["models"], measured["models"], strict=True):
+        assert (one["loss_nats"], one["kl_to_source"]) == (other["loss_nats"], other["kl_to_source"])
 
 
 def test_it_is_a_healing_of_the_plain_result_on_the_same_tokens(shelf: Make, tmp_path: Path) -> None:

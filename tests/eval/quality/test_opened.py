@@ -1,0 +1,52 @@
+"""Models stay loaded from one part of a command to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from eval.inputs.source import Source
+from eval.quality import opened
+from eval.quality.opened import Opened
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories from which models are loaded, in order."""
+    seen, load = list[str](), AutoModelForCausalLM.from_pretrained
+
+    def counted(*args: object, pretrained_model_name_or_path: Path, **options: object) -> object:
+        seen.append(str(pretrained_model_name_or_path))
+        return load(pretrained_model_name_or_path, *args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    return seen
+
+
+def test_a_model_is_loaded_once_until_its_weights_change(checkpoint: Callable[..., Path], loaded: list[str]) -> None:
+    source = Source.parse(str(checkpoint()))
+    with Opened() as models:
+        with models(source) as first, models(source, "float32", "cpu") as second:
+            assert first is second
+        with models(source, "bfloat16", "cpu") as coarse:
+            assert coarse is not first
+        models.forget(source)
+        with models(source) as third:
+            assert third is not first
+    assert loaded == [str(source.files)] * 3
+
+
+def test_without_memory_only_models_in_use_stay(
+    checkpoint: Callable[..., Path], loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "free_memory", lambda device: 0)
+    one, other, third = (Source.parse(str(checkpoint(name=name))) for name in ("one", "other", "third"))
+    with Opened() as models:
+        with models(one), models(other):
+            pass
+        with models(other), models(third), models(other), models(one):
+            pass
+    assert loaded == [str(source.files) for source in (one, other, third, one)]
