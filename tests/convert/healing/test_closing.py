@@ -87,7 +87,7 @@ def test_source_and_result_are_loaded_once_to_heal_check_and_evaluate(
     assert done.provenance["healing"]["after"]["step"] > 0
     assert done.provenance["check"] is not None
     assert sorted(path == source for path in loaded) == [False, True, True]
-    measured = evaluate([source, done.output], text)
+    measured = evaluate([source, done.output], text=text)
     assert done.report is not None
     for one, other in zip(done.report["models"], measured["models"], strict=True):
         assert (one["loss_nats"], one["kl_to_source"]) == (other["loss_nats"], other["kl_to_source"])
