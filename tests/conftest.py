@@ -22,6 +22,7 @@ import transformers
 from click.testing import CliRunner, Result
 from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
+from written import RESULTS, Find, Finished, ok
 
 from convert.execute.checking import checked
 from convert.planning.texts import OWN
@@ -165,3 +166,27 @@ def convert() -> Callable[..., Result]:
         return CliRunner().invoke(main, [str(a) for a in arguments], color=color)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished(shelf: Callable[..., Path], convert: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory) -> Find:
+    """Results of `RESULTS` that tests have asked for: each is made once, and none is to be changed."""
+    directory, found = tmp_path_factory.mktemp("results"), dict[str, Finished]()
+    text = directory / "text.txt"
+    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    text.write_text("".join(map(chr, drawn)))
+
+    def find(name: str) -> Finished:
+        if name not in found:
+            model_type, changes, options = RESULTS[name]
+            command, *given = (text if option == "TEXT" else option for option in options)
+            source, out = shelf(model_type, **changes), directory / name
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "own text":
+                    patch.setattr("convert.planning.calibration.DEFAULT", (OWN,))
+                    patch.setattr("convert.converting.checked", checked)
+                done = ok(convert(command, source, out, *given))
+            found[name] = Finished(source, out, [command, source, out, *given], done.stdout, done.stderr)
+        return found[name]
+
+    return find
