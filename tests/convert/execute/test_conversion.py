@@ -5,35 +5,27 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
-from written import Convert, Make, ok
+from written import Convert, Find, Make, ok, read
 
 import attention
-from convert import inspect, mla
-from convert.execute.conversion import Conversion
+from convert import inspect
 from eval import evaluate
 
 POSITIONS = {"calibrated_positions": 32, "source_positions": 128, "max_position_embeddings": 32}
 SAID = "calibrated for 32 of its source's 128 positions: beyond, its text may become garbage"
 
 
-def made(source: Path, out: Path, text: Path, **options: Any) -> Conversion:
-    given: dict[str, Any] = {"calibration_tokens": 256, "calibration_context": 32, "heal": 0, "refit": False} | options
-    return mla(source, out, kv_lora_rank=8, qk_rope_head_dim=4, text=text, method="weighted", device="cpu", **given)
-
-
-@pytest.mark.usefixtures("untried")
-def test_every_place_says_it(
-    checkpoint: Make, convert: Convert, letters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    done = made(source, out, letters)
-    assert str(done).splitlines()[-1] == f"{SAID} (--calibration-context N calibrates for N)"
-    assert done.provenance.items() >= POSITIONS.items()
-    assert json.loads((out / "config.json").read_text()).items() >= POSITIONS.items()
-    assert f"\n**This model is {SAID}.**\n" in (out / "README.md").read_text()
+def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, whole = finished("latent with text"), finished("heads")
+    source, out = made.source, made.path
+    assert f"{SAID} (--calibration-context N calibrates for N)" in made.stdout.splitlines()
+    assert made.provenance.items() >= POSITIONS.items()
+    assert made.config.items() >= POSITIONS.items()
+    assert f"\n**This model is {SAID}.**\n" in made.card
+    assert "calibrated for" not in whole.card + whole.stdout
+    assert not POSITIONS.keys() & whole.provenance.keys()
 
     found = inspect(out)
     assert found.items() >= {"converted_from": str(source), "method": "weighted", "calibrated_positions": 32}.items()
@@ -53,29 +45,20 @@ def test_every_place_says_it(
     beyond = convert("eval", source, out, "--text", letters, "--context", 129)
     assert "a context of 129 tokens exceeds the 128 positions" in beyond.stderr
 
-    healed = tmp_path / "healed"
-    heal = ["heal", out, healed, "--text", letters, "--tokens", 2000, "--eval-every", 200, "--lr", "1e-4"]
+
+def test_a_healing_in_a_longer_context_is_for_more_positions(
+    finished: Find, convert: Convert, letters: Path, tmp_path: Path
+) -> None:
+    heal = ["heal", finished("latent with text").path, tmp_path / "out", "--text", letters, "--tokens", 1024, "--lr", "1e-4"]
     ok(convert(*heal, "--context", 64))
     longer = POSITIONS | {"calibrated_positions": 64, "max_position_embeddings": 64}
-    assert json.loads((healed / "config.json").read_text()).items() >= longer.items()
-    assert json.loads((healed / "conversion.json").read_text()).items() >= longer.items()
-    assert "calibrated for 64 of" in (healed / "README.md").read_text()
+    for name in ("config.json", "conversion.json"):
+        assert read(tmp_path / "out" / name).items() >= longer.items()
+    assert "calibrated for 64 of" in (tmp_path / "out" / "README.md").read_text()
     ok(convert(*heal, "--context", 128, "--overwrite"))
-    assert json.loads((healed / "config.json").read_text())["max_position_embeddings"] == 128
-    assert "calibrated_positions" not in json.loads((healed / "conversion.json").read_text())
-    assert "calibrated for" not in (healed / "README.md").read_text()
-
-
-@pytest.mark.usefixtures("untried")
-def test_a_result_for_all_positions_says_nothing(checkpoint: Make, letters: Path, tmp_path: Path) -> None:
-    done = made(checkpoint(), tmp_path / "out", letters, calibration_context=128)
-    assert "calibrated for" not in str(done)
-    assert not POSITIONS.keys() & done.provenance.keys()
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert found["max_position_embeddings"] == 128
-    assert "calibrated_positions" not in found
+    assert read(tmp_path / "out" / "config.json")["max_position_embeddings"] == 128
+    assert "calibrated_positions" not in read(tmp_path / "out" / "conversion.json")
     assert "calibrated for" not in (tmp_path / "out" / "README.md").read_text()
-    assert inspect(tmp_path / "out")["calibrated_positions"] == 128
 
 
 def test_a_number_that_is_none_is_refused(checkpoint: Make, convert: Convert) -> None:
@@ -96,7 +79,7 @@ def test_a_copy_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -
     ]
     assert not out.exists()
     ok(convert("gqa", source, out, "--groups", 4, "--dtype", "bfloat16", "--dry-run"))
-    ok(convert("gqa", source, out, "--groups", 4, "--force"))
+    ok(convert("gqa", source, out, "--groups", 4, "--force", "--dry-run"))
     one = checkpoint(name="one", num_key_value_heads=1)
     assert "hint: make a latent of it with `convert mla`, or copy it with --force" in convert("mqa", one, tmp_path / "b").stderr
     latent = checkpoint("deepseek_v3")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from written import ok, silence
+from written import Convert, Make, ok, read, silence
 
 from convert.execute import deciding, steps
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 
 def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
@@ -25,7 +18,7 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
     for name, layers in (("silent", 3), ("speaking", 2)):
         monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
         ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
-    silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
+    silent, speaking = (read(tmp_path / name / "conversion.json") for name in ("silent", "speaking"))
     tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
     assert len(tried) > 1
     for ours, theirs in zip(tried, expected, strict=True):
@@ -48,6 +41,6 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch.setattr(steps, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
-    said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
+    said = [note for note in read(tmp_path / "out" / "conversion.json")["notes"] if "refitted" in note]
     assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
     assert bool(fitted) == (not fields)

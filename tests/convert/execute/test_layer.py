@@ -65,7 +65,9 @@ def parts_of(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
+@pytest.mark.parametrize(
+    "model_type", rows(WITH_KV_HEADS, ["llama", "phi3", "gpt2", "bloom", "gpt_neox", "qwen3_moe", "stablelm", "opt"])
+)
 def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, letters: Path, tmp_path: Path
 ) -> None:
@@ -80,7 +82,7 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     assert all(torch.equal(before[role].float(), after[role]) for role in after)
 
 
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS, ["phi3", "gpt2", "qwen3_moe", "stablelm"]))
+@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS, ["phi3", "stablelm"]))
 def test_a_single_head_is_finite_and_refined(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
@@ -169,7 +171,7 @@ def test_full_size_is_exact(method: str, case: str, checkpoint: Make, convert: C
     for length in (12, 100):  # before and beyond original_max_position_embeddings
         same_logits(logits_of(out, tokens(length)), logits_of(source, tokens(length)), tolerance(method))
     found, config = weights(out), read(out / "config.json")
-    assert ("lm_head.weight" in found) == ("tie_word_embeddings" not in changes)
+    assert ("lm_head.weight" in found) == ("lm_head.weight" in weights(source))
     assert config["rope_parameters"]["rope_type"] == "longrope" or dim == 80, "components of each frequency are no plain stride"
     if "attention_bias" in changes:  # through the latent of queries
         assert f"query biases go through q_a_proj, an identity with a constant: {width} × {width + 16} more" in said
@@ -263,7 +265,7 @@ def test_poor_texts_give_finite_models(
     """One character, a sentence again and again, and one block."""
     source = checkpoint()
     (tmp_path / "poor.txt").write_text(content)
-    options = ["--method", "pca", "--text", tmp_path / "poor.txt", "--refit"]
+    options = ["--method", "pca", "--text", tmp_path / "poor.txt", "--refit", "--calibration-tokens", 512]
     ok(convert("mla", source, tmp_path / "out", *SMALL, *options))
     assert torch.isfinite(logits(tmp_path / "out")).all()
     ok(convert("mla", source, tmp_path / "full", *full_size(4, 8), *options))
