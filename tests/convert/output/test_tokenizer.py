@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from latents import SMALL
-from written import Convert, Make, left_nothing, ok
+from written import Convert, Find, Make, ok, read
+
+from attention.errors import Failure
+from convert.output import tokenizer
+from convert.output.tokenizer import tokenizer_class
+from eval.inputs.source import Source
 
 SAID = "Once upon a  time, there was\nthe end. "
 
@@ -21,18 +27,20 @@ def ids(path: Path) -> list[int]:
 
 
 def class_of(path: Path) -> str:
-    return str(json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"])
+    return str(read(path / "tokenizer_config.json")["tokenizer_class"])
 
 
-def test_a_class_that_only_the_source_gets_is_named(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_a_class_that_only_the_source_gets_is_named(shelf: Make, finished: Find, convert: Convert, tmp_path: Path) -> None:
     """transformers loads any tokenizer of a qwen2 as a Qwen2Tokenizer, which splits words its own way."""
-    source, plain = checkpoint("qwen2"), checkpoint("llama", name="plain")
-    assert ids(source) != ids(plain), "the same files"
-    ok(convert("mla", source, tmp_path / "out", *SMALL))
-    ok(convert("gqa", source, tmp_path / "grouped", "--groups", 2))
-    assert ids(tmp_path / "out") == ids(tmp_path / "grouped") == ids(source)
-    assert (class_of(tmp_path / "out"), class_of(tmp_path / "grouped")) == ("Qwen2Tokenizer", class_of(source))
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    source, plain, out = shelf("qwen2"), finished("latent in shards"), tmp_path / "out"
+    assert ids(source) != ids(plain.source), "the same files"
+    ok(convert("mla", source, out, *SMALL))
+    assert (ids(out), class_of(out)) == (ids(source), "Qwen2Tokenizer")
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert tokenizer_class(Source.parse(str(source)), read(source / "config.json")) is None
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # what is loaded alike
+        assert (plain.path / name).read_bytes() == (plain.source / name).read_bytes()
+    assert ids(plain.path) == ids(plain.source)
 
 
 @pytest.mark.parametrize("kept", ["tokenizer.json", "vocab.json"])
@@ -57,28 +65,17 @@ def test_special_tokens_of_a_class_stay(kept: str, checkpoint: Make, convert: Co
     assert class_of(tmp_path / "out") == "GPT2Tokenizer"
 
 
-def test_what_is_loaded_alike_is_copied_bit_for_bit(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("llama")
-    ok(convert("mla", source, tmp_path / "out", *SMALL))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
-    assert ids(tmp_path / "out") == ids(source)
-
-
-def test_a_checkpoint_without_a_tokenizer_needs_none(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_needs_none(checkpoint: Make, finished: Find) -> None:
     source = checkpoint("qwen2")
     for file in source.glob("tokenizer*"):
         file.unlink()
-    ok(convert("mla", source, tmp_path / "out", *SMALL))
-    assert not list((tmp_path / "out").glob("tokenizer*"))
+    assert tokenizer_class(Source.parse(str(source)), finished("latent in shards").config) is None
 
 
 def test_a_tokenizer_that_no_name_makes_the_same_is_refused(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Make, finished: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from convert.output import tokenizer
-
-    source = checkpoint("qwen2")
     monkeypatch.setattr(tokenizer, "_same", lambda one, other: False)
     message = "a qwen2, as Qwen2Tokenizer; the result is a deepseek_v3, and with the same files transformers does not load"
-    left_nothing(convert("mla", source, tmp_path / "out", *SMALL), 1, message, tmp_path / "out")
+    with pytest.raises(Failure, match=re.escape(message)):
+        tokenizer_class(Source.parse(str(shelf("qwen2"))), finished("latent in shards").config)
