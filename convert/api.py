@@ -205,7 +205,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     from convert.planning.sizes import LatentSize
     from eval.quality.settings import EvaluationSettings
 
-    request = replace(_request(model, output, given), accepts_any_loss=True, accepts_a_copy=True)
+    request = replace(_request(model, output, given), accepts_a_copy=True, checks=False)
     latents = None if given["mla"] is None else list(dict.fromkeys(LatentSize(*size) for size in given["mla"]))
     groups = None if given["groups"] is None else list(dict.fromkeys(given["groups"]))
     plans = sweeping.plans_for(request, groups, latents, given["methods"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion
-from convert.execute.inputs import healing_of, inputs_of
-from convert.execute.job import Job, device_of
+from convert.execute.inputs import directory_of, healing_of, inputs_of, statistics_directory, written
+from convert.execute.job import Job
 from convert.execute.layers import convert_layers, loadable_manifest, reader_of
 from convert.execute.provenance import with_healing
-from convert.execute.shared import directory_of, statistics_directory, written
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.output.companions import write_own_text
@@ -47,7 +48,7 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings, device = plan.source, EvaluationSettings(device=plan.device), device_of(plan)
+    source, settings, device = plan.source, EvaluationSettings(device=plan.device), torch.device(plan.runs_on)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
     if held_out and texts:
@@ -70,7 +71,8 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         healing = heal_result(plan, work, text.tokens, texts.unseen, device, progress) if texts and text else None
         others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-        check = None if plan.target.copies else checked(plan, work.path, others, device, own_texts, progress)
+        checks = plan.request.checks and not plan.target.copies
+        check = checked(plan, work.path, others, device, own_texts, progress) if checks else None
         provenance = with_healing(provenance, healing) | {"check": check}
         if evaluate_on:
             seen, models = text.tokens if text else None, {"source": source}

@@ -104,7 +104,7 @@ def _summary(plan: Plan, provenance: dict[str, Any]) -> str:
 
 
 def _command(plan: Plan) -> str:
-    ((command, options),) = plan.recipe().items()
-    model = options.pop("model")
+    command, options = plan.recipe
     given = as_options(plan.calibration.texts) if plan.calibration else {}
-    return command_line(command, model if plan.source.repository else plan.source.reference, options | given)
+    shown = {name: value for name, value in options.items() if name != "model"} | given
+    return command_line(command, options["model"] if plan.source.repository else plan.source.reference, shown)

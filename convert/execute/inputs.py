@@ -1,23 +1,30 @@
-"""Lists the inputs that decide the bytes of a conversion."""
+"""Lists what decides the bytes of a conversion, and keeps what depends on its source alone, for one run or for several."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
-from convert.execute.job import device_of
+import torch
+
+from convert.calibration.own_text import own_text
 from convert.output.destination import without_text
 from convert.output.provenance import versions
-from convert.planning.base import Plan
-from convert.planning.calibration import GivenTexts
+from convert.output.writing import Work
+from convert.planning.base import Plan, location_of
+from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.machine.device import rough
+from eval.terminal.progress import Progress
 
 
 def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
     """List the inputs that decide the result's bytes, without its healing, which a resumed run may leave out."""
     return {
         **_settings(plan),
-        "device": str(device_of(plan)),
-        "rough_products_in": str(rough(device_of(plan))),
+        "device": plan.runs_on,
+        "rough_products_in": str(rough(torch.device(plan.runs_on))),
         "config": plan.source.raw,
         "files": plan.source.fingerprint,
         "calibration_hashes": texts.hashes if texts else [],
@@ -27,10 +34,35 @@ def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    ((command, options),) = plan.recipe().items()
-    return {"command": command, **without_text(options), "heal": None}
+    return {"command": plan.recipe.command, **without_text(plan.recipe.options), "heal": None}
 
 
 def healing_of(plan: Plan) -> dict[str, Any]:
     """Name the tokens of the healing, the one input that a resumed run may leave out."""
     return {"heal": plan.calibration.heal if plan.calibration else None}
+
+
+def directory_of(plan: Plan, work: Work, shared: Path | None, *of: Any) -> Path:
+    """The directory that keeps what depends on the source and on `of`: that of this conversion, or a shared one."""
+    if shared is None:
+        return work.steps
+    source = plan.source
+    made_from = [location_of(source), source.raw, source.fingerprint, *of, plan.runs_on, versions()]
+    directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def statistics_directory(plan: Plan, work: Work, text: CalibrationText | None, shared: Path | None) -> Path:
+    """The directory of the statistics of the source on this text."""
+    if text is None:
+        return work.steps
+    seen, behind_norms = text.surveyed(), ["behind norms"] if plan.reads_projections else []
+    return directory_of(plan, work, shared, seen.tokens.hash, seen.blocks.lengths, *behind_norms)
+
+
+def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
+    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
+        return None
+    return own_text(plan.source, rows, plan.calibration.context, plan.seed, torch.device(plan.runs_on), kept, progress)

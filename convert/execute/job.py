@@ -15,22 +15,11 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.writer import require_finite
 from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
-from convert.methods.text import TextUse
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from convert.planning.targets import GroupedTarget
 from eval.inputs.reader import Reader, TensorInfo
-from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
-
-
-def device_of(plan: Plan) -> torch.device:
-    """The device on which a plan is carried out."""
-    pooling = isinstance(plan.target, GroupedTarget) and plan.target.method.text is TextUse.IGNORED
-    if plan.device == "auto" and pooling and not plan.calibration:
-        return torch.device("cpu")  # pooling heads is too little work to be worth moving weights
-    return torch.device(compute_device(plan.device))
 
 
 @dataclass(frozen=True)

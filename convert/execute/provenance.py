@@ -44,7 +44,7 @@ def provenance_of(
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
         "kind": spec.kind,
         "method": plan.applied_method,
-        "recipe": plan.recipe(),
+        "recipe": plan.recipe.as_dict(),
         "kv_bytes_per_token": {
             "before": before,
             "after": after,

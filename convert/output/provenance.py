@@ -10,7 +10,23 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Recipe(NamedTuple):
+    """The command that repeats a result from any directory; OUTPUT is left out.
+
+    Attributes:
+        command: Its name.
+        options: Its options by name, and what it reads.
+    """
+
+    command: str
+    options: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry `recipe` of conversion.json."""
+        return {self.command: self.options}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.families.reading import family_for
 from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
+from convert.output.provenance import Recipe
 from convert.planning.bounds import rotary_dim
 from convert.planning.positions import limited
+from eval.machine.device import compute_device
 
 if TYPE_CHECKING:
     from attention.formats import Format
@@ -41,6 +43,7 @@ class Request:
         seed: For what the model writes, and the order in which refinement takes blocks of text.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
         accepts_a_copy: Whether the result may be the source itself.
+        checks: Whether the result is compared with its source at the end. A sweep evaluates all of its results instead.
     """
 
     source: Source
@@ -50,6 +53,7 @@ class Request:
     seed: int = 0
     accepts_any_loss: bool = False
     accepts_a_copy: bool = True
+    checks: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,14 @@ class Plan:
         """Of the source's cache, and of that of a result with the sizes `after`."""
         source = self.before.bytes_per_token(self.source.dtype, self.context)
         return source, after.bytes_per_token(self.cache_dtype, self.context)
+
+    @property
+    def runs_on(self) -> str:
+        """The device on which layers run and are changed."""
+        grouped = not self.target.spec.kv_lora_rank and self.target.method.text is TextUse.IGNORED
+        if self.device == "auto" and grouped and not self.calibration:
+            return "cpu"  # pooling heads is too little work to be worth moving weights
+        return compute_device(self.device)
 
     @property
     def from_weights_alone(self) -> bool:
@@ -197,21 +209,22 @@ class Plan:
         ours = [] if copies else [self.target.method.name, *self.layer_steps]
         return [*ours, *(name for name, happens in taken.items() if happens)]
 
-    def recipe(self) -> dict[str, Any]:
-        """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        return {
-            self.target.command: {
-                "model": location_of(self.source),
-                **self.target.recipe(),
-                "method": self.target.method.name,
-                "seed": self.seed,
-                **({"dtype": self.output.dtype} if self.output.dtype else {}),
-                **({"engine": self.output.engine} if self.output.engine else {}),
-                "max_shard_size": _with_unit(self.output.max_shard_size),
-                **(self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}),
-                **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
-            }
+    @property
+    def recipe(self) -> Recipe:
+        """The command that repeats the result."""
+        text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
+        options = {
+            "model": location_of(self.source),
+            **self.target.recipe(),
+            "method": self.target.method.name,
+            "seed": self.seed,
+            **({"dtype": self.output.dtype} if self.output.dtype else {}),
+            **({"engine": self.output.engine} if self.output.engine else {}),
+            "max_shard_size": _with_unit(self.output.max_shard_size),
+            **text,
+            **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
+        return Recipe(self.target.command, options)
 
     def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""

@@ -139,7 +139,7 @@ MISTAKES: list[tuple[type[KvfoldError], str, Any, dict[str, Any]]] = [
     (Refusal, "give either a text to calibrate on or --no-text", mqa, {"text": ["a"], "no_text": True}),
     (Refusal, "--refine is about calibration text, and there is none", mqa, {"refine": 3, "no_text": True}),
     (Refusal, "has no use for --calibration-tokens and --text", mqa,
-     {"text": ["a"], "method": "mean", "calibration_tokens": 9}),
+     {"text": ["a"], "method": "mean", "calibration_tokens": 512}),
     (Refusal, "seed is 10000000000000000; it must be at least 0 and at most 4294967295", mqa, {"seed": 10**16}),
     (Refusal, "no KV cache is kept in 'int8'", mqa, {"dtype": "int8"}),
     (Refusal, "invalid size 'large'", mqa, {"max_shard_size": "large"}),

@@ -123,8 +123,8 @@ def test_a_repeated_conversion_reads_what_was_written(
     def other(*args: Any) -> torch.Tensor:
         raise AssertionError("it is not written again")
 
-    made, file = finished("own text"), tmp_path / "own-text.safetensors"
-    monkeypatch.setattr("convert.execute.shared.own_text", other)
+    made = finished("own text")
+    monkeypatch.setattr("convert.execute.inputs.own_text", other)
     ok(convert("run", made.path, tmp_path / "again"))
     same_but_for_the_run(made.path, tmp_path / "again")
     shutil.copytree(made.path / "calibration", tmp_path / "calibration")

@@ -48,7 +48,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
     source()
-    found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe()
+    found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe.as_dict()
     assert found == {
         "mla": {
             "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
@@ -65,7 +65,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
 )
 def test_the_size_of_shards_is_exact(size: int, text: str, source: Sources, output: Output) -> None:
     plan = grouped(source(), Output(output.path, max_shard_size=size), "mqa", 1)
-    assert plan.recipe()["mqa"]["max_shard_size"] == text
+    assert plan.recipe.options["max_shard_size"] == text
 
 
 def test_a_plan_in_numbers(source: Sources, output: Output) -> None:

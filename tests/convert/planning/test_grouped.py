@@ -52,8 +52,8 @@ def test_the_line_of_the_command_is_kept(
 ) -> None:
     plan = planned(source(), output, groups, command)
     assert plan.target.recipe() == options
-    assert list(plan.recipe()) == [command]
-    assert plan.recipe()[command].items() >= options.items()
+    assert plan.recipe.command == command
+    assert plan.recipe.options.items() >= options.items()
 
 
 def test_as_many_groups_as_heads_is_a_copy(source: Sources, output: Output) -> None:
