@@ -6,12 +6,6 @@ import dataclasses
 
 from records import record
 from targets import MHA, grouped, latent
-from tiny import tiny_config
-
-from attention.spec import AttentionSpec
-from convert.hosts import deepseek_v3
-from convert.methods import load_latent
-from convert.planning.targets import LatentTarget
 
 # ---- fewer KV heads ------------------------------------------------------------------------------------------------
 
@@ -20,15 +14,11 @@ def test_a_grouped_target_says_what_was_asked_for_and_what_comes_of_it() -> None
     target = dataclasses.replace(grouped(groups=2), options={"groups": 2})
     assert target.recipe() == {"groups": 2}
     assert target.facts() == {"kv_heads_after": 2}
-    assert not target.copies
+    assert (target.copies, grouped(groups=4).copies) == (False, True)
     assert (grouped().layer_steps(True), grouped().layer_steps(False)) == (("refit",), ())
     recipe = grouped(groups=2)
     recipe.recipe()["groups"] = 5
     assert "groups" not in recipe.options, "a recipe is the reader's own"
-
-
-def test_as_many_groups_as_heads_is_a_copy() -> None:
-    assert grouped(groups=4).copies
 
 
 # ---- a latent ------------------------------------------------------------------------------------------------------
@@ -54,13 +44,3 @@ def test_an_allocation_begins_with_what_the_sizes_say() -> None:
     smaller = latent(source, 12, 4, 11).allocation(rotary)
     assert (smaller.nope_dims, smaller.rotary_keys) == (6, 1), "all that rotates still does"
     assert latent(source, 12, 2, 11).allocation(rotary).nope_dims == 10, "all dims of the source's keys"
-
-
-def test_a_copy_keeps_the_config_as_it_was_written() -> None:
-    source = dataclasses.make_dataclass("Written", ["raw", "config"])
-    written = source({"model_type": "deepseek_v3", "odd": 1}, tiny_config("deepseek_v3"))
-    before = AttentionSpec.from_config(written.config)
-    target = LatentTarget(before, before, load_latent("svd"), deepseek_v3.HOST, 15)
-    assert target.copies
-    assert target.config(written, target.spec, None) == written.raw
-    assert target.config(written, None) is not written.raw
