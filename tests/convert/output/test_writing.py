@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from written import Convert, Make, ok, same_but_for_the_run
 
 import convert.demo
@@ -268,8 +269,81 @@ def test_overwriting_replaces_what_was_there_when_the_run_began(late: str | None
         assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
 
 
-def killed_between_the_renames(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = Path.rename
+# Kills an output of one tensor before each of its steps on the disk, and resumes it. Prints how many there were.
+KILLED = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+import torch
+from convert.checkpoint.writer import write_shard
+from convert.output.destination import Output
+from convert.output.writing import writing
+
+out, overwrite, left = Path(sys.argv[1]), sys.argv[2] == "overwrite", 0
+REMOVED, STEPS = ("os.remove", "os.rmdir"), ("open", "os.rename", "os.mkdir", "shutil.rmtree")
+
+def step(event, arguments):
+    global left
+    named = event in STEPS and any(str(one).startswith(str(out)) for one in arguments if isinstance(one, str | Path))
+    if named or event in REMOVED:
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def make(resume=False):
+    with writing("making", Output(out, overwrite=overwrite, resume=resume), [], {"a": 1}) as work:
+        if work.provenance:
+            return
+        if not work.done("model.safetensors"):
+            tensors = {"x": torch.ones(64)}
+            work.note("model.safetensors", [{}], write_shard(work.path / "model.safetensors", tensors, {"x": torch.float32}))
+        (work.path / "config.json").write_text('{"model_type": "llama"}')
+        work.complete({"kvfold": "", "recipe": {"mqa": {}}}, "a card")
+
+def content():
+    found = {path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else {}
+    if found.keys() > {"conversion.json"}:
+        found["conversion.json"] = json.dumps(json.loads(found["conversion.json"])["recipe"])
+    return found
+
+sys.addaudithook(step)
+OLD = {"conversion.json": b'{"kvfold": "", "recipe": {}}'}
+whole, moment, code = None, 0, -signal.SIGKILL
+while code == -signal.SIGKILL:
+    if overwrite:
+        out.mkdir(parents=True)
+        (out / "conversion.json").write_bytes(OLD["conversion.json"])
+    child = os.fork()
+    if not child:
+        left = moment
+        make()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    there = content()
+    if whole is None:  # nothing was killed: moment 0
+        whole, code = there, -signal.SIGKILL
+    assert there in ({}, OLD, whole), (moment, there)
+    assert there or not overwrite or (out.with_name("out.partial") / "replaced" / "conversion.json").exists(), moment
+    make(resume=True)
+    assert content() == whole, moment
+    assert os.listdir(out.parent) == ["out"], (moment, os.listdir(out.parent))
+    shutil.rmtree(out.parent)
+    out.parent.mkdir()
+    moment += 1
+print(moment - 2)
+"""
+
+
+@pytest.mark.parametrize("overwrite", ["", "overwrite"])
+def test_a_kill_at_any_moment_loses_nothing_and_is_resumed(overwrite: str, tmp_path: Path) -> None:
+    """What is at OUTPUT is the whole result, or what was there before; its bytes are those of a run that nothing killed."""
+    (tmp_path / "in").mkdir()
+    done = run_forked(KILLED, tmp_path / "in" / "out", overwrite)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+def test_a_failure_behind_a_kill_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = tmp_path / "out", Path.rename
 
     def killed(self: Path, target: Path) -> None:
         if self.name == "checkpoint":
@@ -282,33 +356,10 @@ def killed_between_the_renames(out: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(Interrupted):
             make(out, overwrite=True)
     assert not out.exists()
-
-
-def test_a_kill_between_the_two_renames_loses_neither_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    killed_between_the_renames(out, monkeypatch)
-    make(out, resume=True)
-    assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
-    shutil.rmtree(out)
-    killed_between_the_renames(out, monkeypatch)
     for again in ({"resume": True}, {"overwrite": True}):
         with pytest.raises(Failure, match="bad weights"):
             make(out, raising(Failure("bad weights")), **again)
-        assert everything_in(tmp_path) == ["out", "out/conversion.json"], "the old one comes back"
-
-
-def test_a_kill_behind_the_publication_leaves_a_directory_that_resume_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "discard", lambda self: interrupt() if out.exists() else None)
-        with pytest.raises(Interrupted):
-            make(out)
-    with pytest.raises(Refusal, match="exists already"):
-        make(out)
-    assert make(out, resume=True) is None
-    assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
+        assert everything_in(tmp_path) == ["out", "out/conversion.json"]
 
 
 @pytest.mark.parametrize("resume", [False, True], ids=["", "resume"])
