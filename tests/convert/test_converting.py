@@ -115,6 +115,9 @@ def test_an_interrupted_run_says_how_to_go_on(
         result = convert(*command)
     assert result.exit_code == 130, result.output
     assert "error: interrupted\nhint: the same command with --resume finishes the conversion\n" in result.stderr
+    if place == "inputs":  # as a crash may leave them
+        for file in (tmp_path / "out.partial" / "steps").glob("*-[0-9]"):
+            file.write_bytes(bytes(file.stat().st_size))
     resumed(convert, command, tmp_path / "out")
 
 

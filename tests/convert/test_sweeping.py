@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_forked
 from written import Convert, Make, ok, read, refused, same_but_for_the_run
 
 from convert import sweeping as module
-from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
 
 NAMES = [
@@ -228,40 +225,6 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     for name in after:
         same_but_for_the_run(out / name, swept.out / name)
     assert results(out) == results(swept.out)
-
-
-KILLED = """
-import os, signal, sys
-import convert.execute.weights as execute
-from convert.command.cli import main
-write, count = execute.write_shard, 0
-def dying(*arguments):
-    global count
-    count += 1
-    if count == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*arguments)
-execute.write_shard = dying
-main(sys.argv[1:], prog_name="convert")
-"""
-
-
-def test_a_killed_sweep_uses_its_survey_again(
-    shelf: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    command = ["sweep", shelf(), out, "--groups", "2,1", "--methods", "aligned", "--no-refit", *on, *held_out]
-    done = run_forked(KILLED, *command)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
-    monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
-    with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.inputs.versions", lambda: {"torch": "another"})
-        with pytest.raises(pytest.fail.Exception, match="surveyed again"):
-            convert(*command, "--resume", "--overwrite")
-    shutil.rmtree(out / "gqa-1-aligned.partial")
-    ok(convert(*command, "--resume"))
-    assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
 
 
 def test_a_finished_sweep_is_resumed_without_work_and_grows(

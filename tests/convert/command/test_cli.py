@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 from latents import SMALL
@@ -344,22 +343,6 @@ def test_every_command_has_help_with_an_example(name: str, convert: Convert) -> 
     shown = convert(name, "--help")
     assert shown.exit_code == 0
     assert f"Example: convert {name}" in shown.stdout
-
-
-@pytest.mark.parametrize("name", main.commands)
-def test_every_option_is_explained_and_documented(name: str) -> None:
-    root = Path(__file__).parents[3]
-    documented = "\n".join(path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")])
-    assert f"convert {name}" in documented
-    section, shared = (
-        documented.split(f"## {heading}\n")[1].split("\n## ")[0]
-        for heading in (f"convert {name}", "Options of all conversions")
-    )
-    section += shared if "#options-of-all-conversions" in section else ""
-    for parameter in main.commands[name].params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.name
-            assert max(parameter.opts, key=len) in section, f"{parameter.opts} of {name} is not in docs/cli.md"
 
 
 def test_method_choices_are_the_registry() -> None:

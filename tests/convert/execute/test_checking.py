@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
 from safetensors.torch import load_file, save_file
 from written import Convert, Find, Make, ok, read, refused, same_but_for_the_run
 
 from attention.errors import NotPublished, Refusal
-from convert import gqa, mla, mqa, sweep
+from convert import gqa, mqa, sweep
 from convert.calibration import own_text as writing
 from convert.execute import checking
 from convert.execute.checking import Sample, checked
@@ -152,38 +151,6 @@ def test_several_texts_share_the_tokens(shelf: Make, letters: Path, tmp_path: Pa
         shelf(), tmp_path / "out", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768}, resume=True
     )
     assert again.provenance == provenance
-
-
-def test_an_interrupted_writer_goes_on(
-    finished: Find, tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It writes in other batches here, so that the text is not the same."""
-    _, source, _, *options = finished("own text").command
-    command, write = ("mqa", source, tmp_path / "out", *options), writing._Writer.written
-
-    def stopped(self: Any, first: int, chances: torch.Tensor) -> torch.Tensor:
-        if first:
-            raise KeyboardInterrupt
-        return write(self, first, chances)
-
-    monkeypatch.setattr(writing, "ROWS", 10)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing._Writer, "written", stopped)
-        assert convert(*command).exit_code == 130
-    ok(convert(*command, "--resume"))
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.parametrize(
-    "model_type", rows(["gpt2", "opt", "deepseek_v3", "mistral", "qwen3", "bloom"], ["bloom", "deepseek_v3"])
-)
-def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, letters: Path, tmp_path: Path) -> None:
-    """Learned positions that end, latents, windows, QK-norm and ALiBi."""
-    source = checkpoint(model_type)
-    convert, size = (mla, {"kv_budget": "90%"}) if model_type == "deepseek_v3" else (mqa, {})
-    done = convert(source, tmp_path / "out", text={"self": 1, letters: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
-    assert [one["text"] for one in done.provenance["check"]["texts"]][-1] == "text.txt"
 
 
 def test_a_source_that_cannot_write_does_not_keep_a_result_back(

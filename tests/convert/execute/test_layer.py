@@ -82,19 +82,6 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     assert all(torch.equal(before[role].float(), after[role]) for role in after)
 
 
-@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS, ["phi3", "stablelm"]))
-def test_a_single_head_is_finite_and_refined(
-    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
-) -> None:
-    source = checkpoint(model_type, num_hidden_layers=2, **dict.fromkeys(SWITCHES, True))
-    ok(convert("mqa", source, tmp_path / "one", *on, "--refine", 1))
-    assert torch.isfinite(logits(tmp_path / "one")).all()
-    assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
-    before, after = parts_of(source), parts_of(tmp_path / "one")
-    assert before.keys() - after.keys() <= {"padding_positions.weight"}
-    assert all(torch.equal(before[role], after[role]) for role in after)
-
-
 def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
@@ -187,15 +174,6 @@ def test_query_biases_are_read_again(checkpoint: Make, convert: Convert, words: 
     ids = tokens(9)
     with torch.inference_mode():
         same_logits(load(tmp_path / "less", when="always")(ids).logits, logits_of(tmp_path / "less", ids))
-
-
-def test_dims_without_rope_are_no_rotary_dims(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
-    source, out = checkpoint("phi3", rope_parameters=rope), tmp_path / "out"
-    message = "of each key's 8 dims only 6 have RoPE, which makes 24"
-    left_nothing(convert("mla", source, out, "--kv-lora-rank", 33, "--qk-rope-head-dim", 26), 2, message, out)
-    plan = json.loads(ok(convert("mla", source, out, "--kv-budget", "100%", "--dry-run", "--json")).stdout)
-    assert plan["qk_rope_head_dim"] <= 24
 
 
 def test_a_plain_stride_is_written_as_a_list(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:

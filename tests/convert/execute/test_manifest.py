@@ -22,7 +22,9 @@ from eval.inputs.source import Source
 
 def planned(source: Path, groups: int | None = None, dtype: str | None = None) -> Plan:
     """To fewer heads, or to a latent."""
-    request = Request(Source.parse(str(source)), Output(source.with_name("planned"), dtype), CalibrationOptions(), "cpu", 0, True)
+    request = Request(
+        Source.parse(str(source)), Output(source.with_name("planned"), dtype), CalibrationOptions(), "cpu", 0, True
+    )
     if groups:
         return plan_grouped(request, "gqa", groups, load_grouped("mean"))
     return plan_latent(request, LatentSize(16, 8), load_latent("svd"))

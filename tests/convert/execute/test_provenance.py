@@ -42,20 +42,14 @@ def test_a_text_in_shorter_blocks_is_another_calibration(finished: Find, convert
 
 
 def test_a_longer_context_is_a_choice_of_its_own(shelf: Make, convert: Convert, letters: Path, tmp_path: Path) -> None:
-    common = ("mla", shelf(head_dim=16), "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--text", letters)
-    common += ("--calibration-tokens", 512, "--calibration-context", 32)
-    found = {}
-    for context in (32, 128):
-        ok(convert(*common[:2], tmp_path / str(context), *common[2:], "--max-context", context))
-        found[context] = read(tmp_path / str(context) / "conversion.json")
-        assert found[context]["calibration"]["max_context"] == context
-    assert len(found[32]["rotary_frequencies_tried"]) == 2
-    assert "rotary_frequencies_tried" not in found[128], "short blocks cannot tell which is better in a long context"
-    assert found[128]["rotary_frequencies"] != sorted(found[128]["rotary_frequencies"]), "atoms, in the order of the pursuit"
-    plan = ok(convert(*common[:2], tmp_path / "c", *common[2:], "--max-context", 128, "--dry-run")).stdout
-    assert "in blocks of 32 for contexts of 128" in plan
-    ok(convert("run", tmp_path / "128", tmp_path / "b"))
-    same_but_for_the_run(tmp_path / "128", tmp_path / "b")
+    command = ("mla", shelf(head_dim=16), tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--text", letters)
+    command += ("--calibration-tokens", 512, "--calibration-context", 32, "--max-context", 128)
+    assert "in blocks of 32 for contexts of 128" in ok(convert(*command, "--dry-run")).stdout
+    ok(convert(*command))
+    found = read(tmp_path / "out" / "conversion.json")
+    assert found["calibration"]["max_context"] == found["recipe"]["mla"]["max_context"] == 128
+    assert "rotary_frequencies_tried" not in found, "short blocks cannot tell which is better in a long context"
+    assert found["rotary_frequencies"] != sorted(found["rotary_frequencies"]), "atoms, in the order of the pursuit"
 
 
 def test_a_conversion_is_repeated_from_another_directory(

@@ -133,30 +133,3 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     ok(convert("gqa", source, tmp_path / "whole", *options))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize(("spools", "stopped"), [(["source-inputs"], 2), (["teacher", "student"], 4)])
-def test_inputs_that_a_crash_left_as_zeros_are_made_again(
-    spools: list[str], stopped: int, shelf: Make, convert: Convert, on: list[Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    left, command, advance = [stopped], ["mla", shelf(), tmp_path / "out", *SIZES["mla"], *on], LayerStream.advance
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return advance(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerStream, "advance", interrupted)
-        assert convert(*command).exit_code == 130
-    for spool in spools:
-        damaged = list((tmp_path / "out.partial" / "steps").glob(f"{spool}-[0-9]"))
-        assert damaged
-        for file in damaged:
-            file.write_bytes(bytes(file.stat().st_size))
-    ok(convert(*command, "--resume"))
-    ok(convert("mla", shelf(), tmp_path / "whole", *command[3:]))
-    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")

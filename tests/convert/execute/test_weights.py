@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from latents import SMALL, method_options
 from rows import rows
 from safetensors.torch import load_file
-from written import Convert, Find, Logits, Make, damage, left_nothing, ok, read, same_but_for_the_run, weights
+from written import Convert, Find, Logits, Make, damage, left_nothing, ok, read, weights
 
 from convert.execute import weights as writer
 from convert.methods import LATENT
@@ -65,53 +63,28 @@ def test_weights_that_overflow_when_they_are_written_are_named(checkpoint: Make,
 
 # ---- no room ---------------------------------------------------------------------------------------------------------
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+def test_a_device_without_memory_leaves_the_work_for_resume(
+    shelf: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, fill, left = ("gqa", shelf(), tmp_path / "out", "--groups", 2, "--max-shard-size", "20KB"), writer._fill, [3]
 
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("_fill", NO_MEMORY, "error: no memory left on cpu: CUDA out of memory. Tried to allocate 2.00 GiB."),
-        ("write_shard", FULL, "No space left on device"),
-    ],
-    ids=["memory", "disk"],
-)
-def test_a_lack_of_room_leaves_the_work_for_resume(
-    name: str, error: Exception, message: str, shelf: Make, convert: Convert, words: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The survey and two shards stay, also while the disk is still full."""
-    shards = ["--text", words, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
-    command, function, left = ["mla", shelf(), tmp_path / "out", *SMALL, "--method", "pca", *shards], getattr(writer, name), [3]
-
-    def fills_up(*given: Any) -> Any:
+    def fills_up(*arguments: Any) -> Any:
         left[0] -= 1
         if not left[0]:
-            raise error
-        return function(*given)
-
-    def there() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("[cs]*/*.safetensors")}
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return fill(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, name, fills_up)
-        stopped = convert(*command)
-    assert (stopped.exit_code, message in stopped.stderr, "--resume" in stopped.stderr) == (1, True, True)
-    assert not (tmp_path / "out").exists()
-    finished = there()
-    assert [path.parent.name for path in finished].count("checkpoint") == 2
-    assert len(finished) > 2
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-        again = convert(*command, "--resume")
-    assert (again.exit_code, "then use --resume" in again.stderr) == (1, True)
-    assert there() == finished
+        patch.setattr(writer, "_fill", fills_up)
+        result = convert(*command)
+    assert result.exit_code == 1
+    assert "error: no memory left on cpu: CUDA out of memory. Tried to allocate 2.00 GiB." in result.stderr
+    assert "--resume" in result.stderr
+    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out.partial" / "checkpoint").glob("*.safetensors")}
+    assert len(finished) == 2
     ok(convert(*command, "--resume"))
-    shards = [(path.name, when) for path, when in finished.items() if path.parent.name == "checkpoint"]
-    assert all((tmp_path / "out" / name).stat().st_mtime_ns == when for name, when in shards)
-    ok(convert("mla", shelf(), tmp_path / "whole", *command[3:]))
-    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == when for name, when in finished.items())
 
 
 def test_too_little_space_is_seen_before_the_first_byte(

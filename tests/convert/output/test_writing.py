@@ -8,22 +8,19 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import run_forked
-from written import Convert, Make, ok, same_but_for_the_run
+from written import Convert, Make, ok
 
 import convert.demo
 from attention.errors import Failure, Interrupted, Refusal
 from convert.checkpoint.writer import write_shard
-from convert.execute import weights
 from convert.output.destination import Output, check_output, partial_path
 from convert.output.writing import Work, writing
-from eval.inputs.sealed import checksum
 from eval.inputs.source import Source
 
 MODEL = Source.parse(str(Path(convert.demo.__file__).with_name("python-5m-mha")))  # of which only files' times are read
@@ -128,19 +125,6 @@ def test_a_shard_or_note_that_changed_is_not_done(victim: str, damage: str, tmp_
     work.note(SHARD, [{"layer": 0}], shard(work))
     DAMAGE[damage](partial_path(tmp_path / "out") / victim)
     assert opened(tmp_path / "out", resume=True).done(SHARD) is None
-
-
-def test_a_shard_is_read_for_its_checksum_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = opened(tmp_path / "out")
-    work.note(SHARD, [], shard(work))
-    read: list[Path] = []
-    monkeypatch.setattr("convert.output.writing.checksum", lambda path: read.append(path) or checksum(path))
-    assert work.done(SHARD) == []
-    assert not read, "it was hashed as it was written"
-    resumed = opened(tmp_path / "out", resume=True)
-    for _ in range(3):
-        assert resumed.done(SHARD) == []
-    assert len(read) == 1
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -510,63 +494,6 @@ def test_an_output_around_or_inside_the_source_is_refused(out: str, tmp_path: Pa
 
 
 # ---- by a command ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """A conversion that was interrupted behind its second shard, and the same one whole."""
-
-    command: list[Any]
-    partial: Path
-    whole: Path
-
-
-@pytest.fixture(scope="module")
-def stopped(shelf: Make, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    directory, write, count = tmp_path_factory.mktemp("stopped"), weights.write_shard, [0]
-    (directory / "text.txt").write_text("a line of text, and another\n" * 60)
-    text = ["--text", directory / "text.txt", "--calibration-context", 32, "--calibration-tokens", 128]
-    command = ["mla", shelf(num_hidden_layers=2), "OUT", "--kv-budget", "50%", *text, "--max-shard-size", "20KB", "-q"]
-
-    def interrupted(*given: Any) -> str:
-        count[0] += 1
-        return interrupt() or write(*given) if count[0] == 3 else write(*given)
-
-    def run(name: str) -> Any:
-        return convert(*(directory / name if one == "OUT" else one for one in command))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "write_shard", interrupted)
-        assert run("stopped").exit_code == 130
-    ok(run("whole"))
-    return Stopped(command, partial_path(directory / "stopped"), directory / "whole")
-
-
-@pytest.mark.parametrize(
-    ("victim", "damage"),
-    [
-        ("inputs.json", "a flipped bit in the middle"), ("steps/choice.json", "a directory"),
-        ("steps/source-*", "a flipped bit in the middle"), ("steps/layer-*", "a link to nothing"),
-        ("steps/model*", "truncated"), ("checkpoint/*.s*", "a flipped bit in the middle"),
-    ],
-)  # fmt: skip
-def test_a_damaged_file_is_made_again(victim: str, damage: str, stopped: Stopped, convert: Convert, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(stopped.partial, tmp_path / "out.partial")
-    DAMAGE[damage](named := min(partial_path(out).glob(victim)))
-    command = [out if one == "OUT" else one for one in stopped.command]
-    result = convert(*command, "--resume")
-    if result.exit_code:
-        first, *hints = [line for line in result.stderr.splitlines() if not line.startswith("convert: ")]
-        assert first.startswith("error: ")
-        assert [hint[:6] for hint in hints] == ["hint: "]
-        # Another plan, as far as can be seen; or something that no run has put there. Neither is thrown away unasked.
-        if victim != "inputs.json":
-            named.unlink() if named.is_symlink() else shutil.rmtree(named)
-        result = convert(*command, "--resume", *(["--overwrite"] if victim == "inputs.json" else []))
-    ok(result)
-    same_but_for_the_run(out, stopped.whole)
-    assert not partial_path(out).exists()
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_conversion(

@@ -250,6 +250,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", WIDE, {"engine": "vllm", "kv_share": 0.25}, "the budget leaves 256 numbers per layer and token"),
     ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "deepseek_v3: llama.cpp does not run it"),
     ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "give --portable and --text FILE: llama.cpp runs a portable"),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+     {"kv_lora_rank": 33, "qk_rope_head_dim": 26}, "of each key's 8 dims only 6 have RoPE, which makes 24"),
     ("phimoe", {}, {"kv_lora_rank": 10**6, "qk_rope_head_dim": 3}, "does not have Llama's decoder blocks"),
     ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
     ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
