@@ -40,18 +40,6 @@ _TOKENIZER = "before transformers 5.23 a qwen2 tokenizer loads by its model type
 _STATIC = "before transformers 5.23 BLOOM raises an error over a static cache"
 # Tests of what transformers itself does from 5.23 on, with what happens before.
 SINCE_5_23 = {
-    **dict.fromkeys(
-        (
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-72]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-80]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-72]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-80]",
-            "test_latent.py::test_less_is_lost_the_more_channels_there_are[qwen2]",
-            "test_latent.py::test_a_result_runs_where_kvfold_is_not_installed_and_caches_no_more",
-            "test_latent.py::test_the_plan_says_what_is_saved",
-        ),
-        _TOKENIZER,
-    ),
     "test_contract.py::test_full_size_gives_the_sources_logits[svd-qwen2 as deepseek_v3]": _TOKENIZER,
     "test_contract.py::test_small_sizes_run_alike_in_every_way[qwen2 as deepseek_v3]": _TOKENIZER,
     "test_contract.py::test_results_run_where_kvfold_is_not_installed[since 5.23]": f"{_STATIC}; {_TOKENIZER}",
