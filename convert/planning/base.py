@@ -119,7 +119,7 @@ class Plan:
         grouped = not self.target.spec.kv_lora_rank and self.target.method.text is TextUse.IGNORED
         if self.device == "auto" and grouped and not self.calibration:
             return "cpu"  # pooling heads is too little work to be worth moving weights
-        return compute_device(self.device)
+        return str(compute_device(self.device))
 
     @property
     def from_weights_alone(self) -> bool:
