@@ -75,13 +75,6 @@ def test_threads_wait_briefly_unless_the_user_says_how(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-@pytest.mark.slow
-def test_results_reach_a_stdout_that_takes_ascii_alone(checkpoint: Make, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "convert.command.cli", "mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert "GQA-4 → MQA" in done.stdout.decode("utf-8"), done.stderr
-
-
 @pytest.mark.parametrize("encoding", ["latin-1", "koi8-r"])
 def test_what_the_encoding_of_stdout_lacks_is_replaced(encoding: str, shelf: Make, tmp_path: Path) -> None:
     runner = CliRunner(charset=encoding)
@@ -261,26 +254,6 @@ def test_mistakes_are_refused_in_one_line(
     places = {"M": unread, "T": text, "OUT": tmp_path / "out", "EMPTY": tmp_path / "EMPTY", "FILE": tmp_path / "FILE"}
     refused(convert(*(places.get(argument, argument) for argument in arguments)), code, message)
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
-        ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
-        ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention to True"),
-    ],
-)
-def test_sources_that_no_output_class_carries_are_refused(
-    model_type: str, changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    """Whether any latent fits comes before its size."""
-    source = checkpoint(model_type, num_hidden_layers=1, **changes)
-    for size in (SMALL, ["--kv-lora-rank", 9999, "--qk-rope-head-dim", 3]):
-        result = convert("mla", source, tmp_path / "out", *size)
-        refused(result, 2, message)
-        assert "no output class carries MLA of" in result.stderr
-        assert len(result.stderr.splitlines()) <= 2
 
 
 def test_gpus_have_names_and_contexts_units(shelf: Make, convert: Convert) -> None:

@@ -1,13 +1,19 @@
-"""What is decided for all layers together: candidates that the text judges, and when queries are refitted."""
+"""What is decided for all layers together, and when queries are refitted."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from records import factored as factored_record
+from records import inputs, measured, record
 from written import Convert, Make, ok, read, silence
 
+from attention.formats import FORMATS
 from convert.execute import deciding, steps
 
 
@@ -44,3 +50,15 @@ def test_a_plan_says_why_queries_are_not_refitted(
     said = [note for note in read(tmp_path / "out" / "conversion.json")["notes"] if "refitted" in note]
     assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
     assert bool(fitted) == (not fields)
+
+
+@pytest.mark.parametrize(("form", "fitted_to"), [("int3", "int3"), ("int4", None), ("fp8", None), ("mixed", None)])
+def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
+    seen = []
+    monkeypatch.setattr(steps, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
+    text = SimpleNamespace(calibration=SimpleNamespace(refit=True))
+    job: Any = SimpleNamespace(text=text, shows_attention=True, device=torch.device("cpu"))
+    start = dataclasses.replace(factored_record(), rounding=FORMATS[form])
+    after = steps.refit(job, record(4, 2, 3, 0, 20), start, measured(inputs(20)))
+    assert seen == [FORMATS.get(fitted_to or "")]
+    assert after.rounding is FORMATS[form]

@@ -82,16 +82,6 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     assert all(torch.equal(before[role].float(), after[role]) for role in after)
 
 
-def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
-    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
-) -> None:
-    source = checkpoint()
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--force", *on, "--refine", 2))
-    before, after = weights(source), weights(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert read(tmp_path / "out" / "conversion.json")["notes"][1] == "the calibration text is not used"
-
-
 # ---- a latent --------------------------------------------------------------------------------------------------------
 
 
@@ -336,23 +326,6 @@ def test_a_latent_of_the_same_size_is_copied_bit_for_bit(finished: Find, convert
     provenance = read(tmp_path / "same" / "conversion.json")
     assert (provenance["method"], provenance["layers"], provenance["calibration_hash"]) == (None, [], None)
     assert provenance["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [way for way in WAYS if way != "pca"])
-def test_a_latent_of_a_latent_is_lossless_down_to_its_true_rank(
-    method: str, finished: Find, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    """Two KV heads differ: 16 rotary dims and 16 of values are all there is. (`pca` keeps as many of each band.)"""
-    full, distance = finished("whole latent").path, {}
-    for rank, rope in ((17, 16), (17, 14), (13, 16), (9, 4)):
-        out = tmp_path / f"{rank}+{rope}"
-        ok(convert("mla", full, out, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)))
-        distance[rank, rope] = float((logits(out) - logits(full)).abs().max())
-    same_logits(logits(tmp_path / "17+16"), logits(full), tolerance(method))
-    assert distance[17, 14] > 1e-2
-    assert distance[13, 16] > 1e-2
-    assert distance[9, 4] > max(distance[17, 14], distance[13, 16])
 
 
 def test_what_does_not_rotate_any_more_goes_into_the_latent(
