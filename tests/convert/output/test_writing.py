@@ -289,6 +289,7 @@ def content():
         found["conversion.json"] = json.dumps(json.loads(found["conversion.json"])["recipe"])
     return found
 
+os.fsync = lambda descriptor: None
 sys.addaudithook(step)
 OLD = {"conversion.json": b'{"kvfold": "", "recipe": {}}'}
 whole, moment, code = None, 0, -signal.SIGKILL
