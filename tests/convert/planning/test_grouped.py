@@ -54,17 +54,6 @@ def test_as_many_groups_as_heads_is_a_copy(source: Sources, output: Output) -> N
     assert calibrated.notes[1:] == ("the calibration text is not used",)
 
 
-def test_text_is_for_methods_that_use_it(source: Sources, output: Output) -> None:
-    calibrated = planned(source(), output, method="aligned", calibration=TEXT)
-    assert calibrated.calibration is not None
-    assert calibrated.calibration.refit
-    assert calibrated.notes == ()
-    (note,) = planned(source(), output, method="aligned").notes
-    assert note == "no calibration text: aligned uses weights and norm gains alone, which ruins most models"
-    with pytest.raises(Refusal, match="method mean looks at weights only"):
-        planned(source(), output, calibration=TEXT)
-
-
 @pytest.mark.parametrize(
     ("model_type", "method", "inexact", "costs"),
     [
