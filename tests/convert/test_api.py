@@ -30,11 +30,6 @@ Told = list[tuple[str, int, int, str]]
 CALIBRATION: dict[str, Any] = {"calibration_tokens": 256, "calibration_context": 32}
 
 
-@pytest.fixture
-def text(letters: Path) -> Path:
-    return letters
-
-
 class Listener:
     """A progress callback that remembers, and holds what it is told to the rules."""
 
@@ -82,10 +77,10 @@ def test_a_conversion_says_what_it_was(
 
 
 def test_an_evaluation_is_part_of_the_conversion(
-    shelf: Make, text: Path, tmp_path: Path, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+    shelf: Make, letters: Path, tmp_path: Path, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     listener = Listener()
-    done = mqa(shelf(), tmp_path / "out", text=text, **CALIBRATION, evaluate=text, device="cpu", progress=listener)
+    done = mqa(shelf(), tmp_path / "out", text=letters, **CALIBRATION, evaluate=letters, device="cpu", progress=listener)
     assert done.report is not None
     source, converted = done.report["models"]
     assert (source["kind"], converted["kind"], converted["method"]) == ("GQA-4", "MQA", "aligned")
@@ -117,9 +112,9 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(convert: Any, checkpoint:
     assert listener.told == []
 
 
-def test_text_is_a_path_or_strings(shelf: Make, text: Path, tmp_path: Path) -> None:
-    source, words = shelf(), text.read_text()
-    path = gqa(source, tmp_path / "path", groups=2, text=text, **CALIBRATION)
+def test_text_is_a_path_or_strings(shelf: Make, letters: Path, tmp_path: Path) -> None:
+    source, words = shelf(), letters.read_text()
+    path = gqa(source, tmp_path / "path", groups=2, text=letters, **CALIBRATION)
     strings = gqa(source, tmp_path / "strings", groups=2, text=[words[:700], words[700:]], **CALIBRATION)
     assert strings.provenance["calibration"]["text"] == "2 strings"
     assert "calibrated on at most 256 tokens of 2 strings in blocks of 32" in str(strings)
@@ -165,10 +160,10 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(
 
 
 def test_a_sweep_returns_its_plans_and_report(
-    shelf: Make, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shelf: Make, letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listener, made, out = Listener(), list[str](), tmp_path / "out"
-    wanted: dict[str, Any] = {"groups": [2], "mla": [(16, 8), "50%"], "methods": ["mean", "svd"], "evaluate": text}
+    wanted: dict[str, Any] = {"groups": [2], "mla": [(16, 8), "50%"], "methods": ["mean", "svd"], "evaluate": letters}
     planned = sweep(shelf(), out, **wanted, dry_run=True)
     names = ["gqa-2-mean", "mla-16+8-svd", "mla-50%-svd"]
     assert isinstance(planned, PlannedSweep)
@@ -235,7 +230,9 @@ class Called(Exception):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_has_the_words_and_defaults_of_its_command(
+    name: str, letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, function, _, arguments = COMMANDS[name]
     signature = python.signature(getattr(module, function)).parameters
     options = {p.name for p in main.commands[name].params if isinstance(p, click.Option)} - {"as_json", "verbose", "quiet"}
@@ -246,7 +243,7 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: P
         raise Called(given, named)
 
     monkeypatch.setattr(module, function, called)
-    result = CliRunner().invoke(main, [name, *(str(text) if argument == "TEXT" else argument for argument in arguments)])
+    result = CliRunner().invoke(main, [name, *(str(letters) if argument == "TEXT" else argument for argument in arguments)])
     assert isinstance(result.exception, Called), result.output
     positional, named = result.exception.args
     given = {"MODEL": ("MODEL",) if name in ("eval", "bench") else "MODEL", "OUTPUT": Path("OUTPUT")}
@@ -254,7 +251,7 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: P
     for option, value in named.items():
         default = signature[option].default
         if default is python.Parameter.empty:
-            assert value in (2, text)
+            assert value in (2, letters)
         elif option not in ("progress", "made"):
             assert value == default, option
 

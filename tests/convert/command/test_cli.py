@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from latents import SMALL
-from written import Convert, Find, Make, edit, ok, refused
+from written import Convert, Find, Make, edit, ok, read, refused
 
 from convert.command import removed
 from convert.command.cli import main
@@ -98,35 +98,29 @@ def test_a_stdout_that_is_full_is_said_apart_from_the_work(
     assert (tmp_path / "out" / "conversion.json").exists()
 
 
-def test_eval_writes_the_report_and_holds_the_gate(shelf: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
-    source = shelf()
-    convert("mqa", source, tmp_path / "one")
-    result = convert("eval", source, tmp_path / "one", "--text", text, "--json", "--output", tmp_path / "report", "-q")
-    assert result.exit_code == 0
-    report = json.loads(result.stdout)
-    assert [entry["kind"] for entry in report["models"]] == ["GQA-4", "MQA"]
-    assert report["models"][1]["cache_ratio"] == 0.25
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == report
+def test_eval_writes_the_report_and_holds_the_gate(finished: Find, convert: Convert, text: Path, tmp_path: Path) -> None:
+    made = finished("heads")
+    command = ("eval", made.source, made.path, "--text", text, "-q")
+    report = json.loads(ok(convert(*command, "--json", "--output", tmp_path / "report")).stdout)
+    assert [(entry["kind"], entry["cache_ratio"]) for entry in report["models"]] == [("GQA-4", 1), ("GQA-2", 0.5)]
+    assert read(tmp_path / "report" / "report.json") == report
     ratio = report["models"][1]["perplexity"] / report["models"][0]["perplexity"]
-    for limit, code in ((ratio * 1.01, 0), (ratio * 0.99, 3)):
-        gated = convert("eval", source, tmp_path / "one", "--text", text, "--max-perplexity-ratio", limit, "-q")
-        assert gated.exit_code == code, gated.stderr
-    assert "the limit is" in gated.stderr
+    ok(convert(*command, "--max-perplexity-ratio", ratio * 1.01))
+    gated = convert(*command, "--max-perplexity-ratio", ratio * 0.99)
+    assert (gated.exit_code, "the limit is" in gated.stderr) == (3, True)
 
 
-def test_bench_measures_and_writes(shelf: Make, convert: Convert, tmp_path: Path) -> None:
-    source, out = shelf(), tmp_path / "speed"
-    convert("mqa", source, tmp_path / "one")
-    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 2, "--steps", 2, "--device", "cpu")
-    result = convert("bench", source, tmp_path / "one", *sizes, "--json", "--output", out, "-q")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
+def test_bench_measures_and_writes(finished: Find, convert: Convert, tmp_path: Path) -> None:
+    made, out = finished("heads"), tmp_path / "speed"
+    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 1, "--steps", 2, "--device", "cpu")
+    result = ok(convert("bench", made.source, made.path, *sizes, "--json", "--output", out, "-q"))
     report = json.loads(result.stdout)
-    assert [(entry["kind"], entry["dtype"]) for entry in report["models"]] == [("GQA-4", "float32"), ("MQA", "float32")]
+    assert result.stderr == ""
+    assert [(entry["kind"], entry["dtype"]) for entry in report["models"]] == [("GQA-4", "float32"), ("GQA-2", "float32")]
     assert [(row["batch"], row["context"]) for row in report["models"][1]["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
-    assert json.loads((out / "bench.json").read_text()) == report
-    refused(convert("bench", source, *sizes, "--output", out), 2, "bench.json exists")
-    again = convert("bench", source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
+    assert read(out / "bench.json") == report
+    refused(convert("bench", made.source, *sizes, "--output", out), 2, "bench.json exists")
+    again = convert("bench", made.source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
     assert again.stdout.startswith("| batch | context | model ")
     assert f"report: {out / 'bench.json'}" in again.stderr
 
