@@ -22,7 +22,7 @@ import transformers
 from click.testing import CliRunner, Result
 from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
-from written import RESULTS, Find, Finished, ok
+from written import RESULTS, Find, Finished, characters, ok
 
 from convert.execute.checking import checked
 from convert.planning.texts import OWN
@@ -160,9 +160,7 @@ def convert() -> Callable[..., Result]:
 def finished(shelf: Callable[..., Path], convert: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory) -> Find:
     """Results of `RESULTS` that tests have asked for: each is made once, and none is to be changed."""
     directory, found = tmp_path_factory.mktemp("results"), dict[str, Finished]()
-    text = directory / "text.txt"
-    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
-    text.write_text("".join(map(chr, drawn)))
+    text = characters(directory / "text.txt")
 
     def find(name: str) -> Finished:
         if name not in found:

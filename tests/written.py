@@ -68,6 +68,13 @@ class Finished:
 Find = Callable[[str], Finished]
 
 
+def characters(path: Path, seed: int = 0, count: int = 4000) -> Path:
+    """A file of them, in an order that never repeats."""
+    drawn = torch.randint(97, 123, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
 def read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8")))
 

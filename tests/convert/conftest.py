@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from written import characters
 
 from convert.execute import deciding
 
@@ -31,10 +32,7 @@ def words(spoken: str, tmp_path: Path) -> Path:
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
     """Characters in an order that never repeats."""
-    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
-    path = tmp_path / "text.txt"
-    path.write_text("".join(map(chr, drawn)))
-    return path
+    return characters(tmp_path / "text.txt")
 
 
 @pytest.fixture

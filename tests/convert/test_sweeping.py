@@ -6,14 +6,12 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from written import Convert, Make, ok, read, refused, same_but_for_the_run
+from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run
 
 from convert import sweeping as module
 from convert.checkpoint.shelf import Shelf
@@ -26,63 +24,36 @@ TARGETS = ["--groups", "2,1", "--mla", "16+8,50%"]
 FEW = ["--groups", "2,1", "--methods", "mean,aligned"]
 
 
-def written_text(path: Path, seed: int) -> Path:
-    drawn = torch.randint(97, 123, (1500,), generator=torch.Generator().manual_seed(seed)).tolist()
-    path.write_text("".join(map(chr, drawn)))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def drawings() -> Iterator[None]:
     """Reports have tests of their own."""
-    monkeypatch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
-
-
-@pytest.fixture
-def on(tmp_path: Path) -> list[Any]:
-    """What is calibrated on."""
-    return calibrated_on(tmp_path)
-
-
-@pytest.fixture
-def held_out(tmp_path: Path) -> list[Any]:
-    """What is measured on."""
-    return measured_on(tmp_path)
-
-
-def calibrated_on(directory: Path, tokens: int = 256) -> list[Any]:
-    return ["--text", written_text(directory / "text.txt", 0), "--calibration-tokens", tokens, "--calibration-context", 64]
-
-
-def measured_on(directory: Path) -> list[Any]:
-    return ["--evaluate", written_text(directory / "held-out.txt", 1), "--max-tokens", 256, "--json", "-q"]
-
-
-@dataclass(frozen=True)
-class Swept:
-    """A sweep that is finished. Tests change copies of its results."""
-
-    source: Path
-    command: list[Any]
-    out: Path
-    stdout: str
-
-    def again(self, directory: Path) -> Path:
-        return Path(shutil.copytree(self.out, directory / "out"))
-
-    def said_of(self, out: Path) -> str:
-        """What it would have said of an OUTPUT elsewhere."""
-        return self.stdout.replace(str(self.out), str(out))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
+        yield
 
 
 @pytest.fixture(scope="module")
-def swept(shelf: Callable[..., Path], convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    source, directory = shelf(), tmp_path_factory.mktemp("swept")
-    command = [*FEW, *calibrated_on(directory), *measured_on(directory)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
-        said = ok(convert("sweep", source, directory / "out", *command)).stdout
-    return Swept(source, command, directory / "out", said)
+def on(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What is calibrated on."""
+    text = characters(tmp_path_factory.mktemp("fitted") / "text.txt", 0)
+    return ["--text", text, "--calibration-tokens", 256, "--calibration-context", 64]
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What is measured on."""
+    text = characters(tmp_path_factory.mktemp("held-out") / "text.txt", 1)
+    return ["--evaluate", text, "--max-tokens", 256, "--json", "-q"]
+
+
+@pytest.fixture(scope="module")
+def swept(
+    shelf: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    """A sweep that is finished. Tests change copies of its results."""
+    source, out, options = shelf(), tmp_path_factory.mktemp("swept") / "out", [*FEW, *on, *held_out]
+    done = ok(convert("sweep", source, out, *options))
+    return Finished(source, out, options, done.stdout, done.stderr)
 
 
 def results(directory: Path) -> list[str]:
@@ -193,7 +164,7 @@ def times_of(directory: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(("place", "how"), [("within one", FULL), ("while it evaluates", STOP)], ids=str)
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
-    place: str, how: BaseException, swept: Swept, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, how: BaseException, swept: Finished, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import convert.execute.weights as execute
 
@@ -218,32 +189,32 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     assert len(finished) == (4 if place == "while it evaluates" else 2)
     assert not (out / "report").exists()
     refused(convert("sweep", source, out, *command), 2, "exists already")
-    assert ok(convert("sweep", source, out, *command, "--resume")).stdout == swept.said_of(out)
+    assert ok(convert("sweep", source, out, *command, "--resume")).stdout == swept.stdout.replace(str(swept.path), str(out))
     after = times_of(out)
     assert len(after) == 4
     assert all(after[name] == when for name, when in finished.items()), "made again"
     for name in after:
-        same_but_for_the_run(out / name, swept.out / name)
-    assert results(out) == results(swept.out)
+        same_but_for_the_run(out / name, swept.path / name)
+    assert results(out) == results(swept.path)
 
 
 def test_a_finished_sweep_is_resumed_without_work_and_grows(
-    swept: Swept, convert: Convert, held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swept: Finished, convert: Convert, held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What other settings change is made again, if that is asked for, and nothing else."""
-    out = swept.again(tmp_path)
+    out = Path(shutil.copytree(swept.path, tmp_path / "out"))
     times = times_of(out)
     sweep = ["sweep", swept.source, out]
     refused(convert(*sweep, *FEW, *held_out), 2, "exists already")
     with monkeypatch.context() as patch:
         patch.setattr("convert.converting.convert_layers", lambda *_: pytest.fail("made again"))
-        assert ok(convert(*sweep, *swept.command, "--resume")).stdout == swept.said_of(out)
+        assert ok(convert(*sweep, *swept.command, "--resume")).stdout == swept.stdout.replace(str(swept.path), str(out))
     assert times_of(out) == times
     more = ["--groups", "2,1", "--mla", "16+8", "--methods", "mean,aligned,svd", *swept.command[len(FEW) :]]
     report = json.loads(ok(convert(*sweep, *more, "--resume")).stdout)
     assert len(report["models"]) == 1 + 5
     assert times_of(out).items() >= times.items()
-    other = [*sweep, *FEW, *calibrated_on(tmp_path, 128), *held_out, "--resume"]
+    other = [*sweep, *swept.command, "--calibration-tokens", 128, "--resume"]
     refused(convert(*other), 2, "gqa-2-aligned exists already, and was made by another command")
     ok(convert(*other, "--overwrite"))
     after = times_of(out)
