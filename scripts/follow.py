@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def returns(stays: list[Stay]) -> int:
     """How often a module is entered again after it was left."""
     modules = [stay.function.partition(":")[0] for stay in stays]
     left, count = set[str](), 0
-    for before, now in zip(modules, modules[1:], strict=False):
+    for before, now in itertools.pairwise(modules):
         if now != before:
             left.add(before)
             count += now in left

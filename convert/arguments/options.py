@@ -88,7 +88,11 @@ class Factoring(TypedDict, total=False):
     ]
     cache_dtype: Annotated[
         str | None,
-        Option(f"{_FORMAT} With --kv-budget, auto lets the text choose it.", unset="--dtype", choices=(*FORMATS, "auto")),
+        Option(
+            f"{_FORMAT} With --kv-budget, auto takes that of the table in docs/mla.md.",
+            unset="--dtype",
+            choices=(*FORMATS, "auto"),
+        ),
     ]
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
     freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]

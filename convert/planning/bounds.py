@@ -63,7 +63,7 @@ class LatentBounds:
         """The smallest rank that leaves `channels` besides those that the output class reserves."""
         return next(rank for rank in range(channels, channels + 9) if rank - self.host.reserved(rank) >= channels)
 
-    def for_budget(self, values: int) -> tuple[int, int]:
+    def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
         """Rank and rotary dims for `values` cached values per layer and token (see `budget.split_budget`)."""
         return split_budget(
             values,
@@ -72,6 +72,7 @@ class LatentBounds:
             self.rotary_keys,
             lambda rope_dim: self.with_reserved(self.full_rank(rope_dim)),
             self.with_reserved(1),
+            folds or self.host.portable,
         )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Container
 from attention.errors import Refusal
 from attention.spec import RANK_STEP
 
-# By the least share of the values that the source caches: the rotary dims to keep, in those of one head.
-ROTARY = ((0.4, 0.5), (0.2, 0.25), (0.0, 0.125))
+# Rotary dims for each KV head of the source, of a result with as many values as its source; fewer by the share of values.
+ROTARY = 24
 # By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
 FORMATS = ((0.4, ("int8", "q8_0")), (0.125, ("int4", "q4_0")), (0.0, ("mixed", "int4", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
@@ -52,11 +52,13 @@ def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def split_budget(
-    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int
+    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int, evenly: bool = False
 ) -> tuple[int, int]:
-    """Split a number of cached values per layer and token into rank and rotary dims, by `ROTARY`.
+    """Split a number of cached values per layer and token into rank and rotary dims.
 
-    Values beyond full rank become rotary, too.
+    `ROTARY` dims rotate for each KV head, times the share. Where frequencies have to spread evenly over those of a head, it is
+    at most a quarter of the values, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become
+    rotary, too.
 
     Args:
         values: R + P, at most.
@@ -65,6 +67,7 @@ def split_budget(
         groups: KV heads of the source.
         full_rank: Maps rotary dims to the rank beyond which nothing is gained.
         least: The smallest rank that holds anything.
+        evenly: Whether frequencies have to spread evenly: a method folds them, or they are a ladder.
 
     Returns:
         `(R, P)`.
@@ -77,10 +80,15 @@ def split_budget(
         raise Refusal(
             f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
         )
-    rotary = next(rotary for above, rotary in ROTARY if share >= above)
-    rope_dim, most = max(key, int(rotary * rotary_dim) // 2 * 2), min(groups * rotary_dim, (values - least) // 2 * 2)
-    while rope_dim > 2 and values - rope_dim < max(least, values // 2):
-        rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
+    most = min(groups * rotary_dim, (values - least) // 2 * 2)
+    if evenly:
+        rope_dim = rotary_dim
+        while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
+            rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
+    else:
+        wanted = share * groups * min(ROTARY, rotary_dim)
+        step = 8 if wanted >= 16 else 2
+        rope_dim = min(most, max(key, int(wanted / step) * step))
     while rope_dim < most and values - rope_dim > full_rank(rope_dim):
         rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
     return served_rank(values - rope_dim, full_rank(rope_dim), values), rope_dim
@@ -95,6 +103,15 @@ def format_of(share: float, stored: Container[str]) -> str | None:
     """
     formats = next(formats for above, formats in FORMATS if share >= above)
     return next((form for form in formats if form in stored), None)
+
+
+def rule_text() -> str:
+    """What a budget is split by, for `plan`."""
+    formats = [f"{formats[0]} {f'from {above:g} of it on' if above else 'below'}" for above, formats in FORMATS]
+    return (
+        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, times its share of the source's cache. "
+        f"--cache-dtype auto is {', '.join(formats)}."
+    )
 
 
 def served_rank(rank: int, full_rank: int, values: int) -> int:

@@ -20,6 +20,7 @@ from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.base import Plan, host_of, quantisation, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
+from convert.planning.budget import rule_text
 from eval.inputs.former import FORMERS
 from eval.report.sections import loss_text
 from eval.terminal.tables import bytes_text, table
@@ -259,6 +260,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
+        + ("" if facts["mla"] else f"\n\n{rule_text()}")
         + (f"\n\n{_LIMITED}" if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else "")
         + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "

@@ -165,7 +165,7 @@ class Sizing:
         least_bytes = math.ceil(least.bytes_per_token(form, self.context))
         try:
             while True:
-                if found := self._within(*bounds.for_budget(values), budget, form):
+                if found := self._within(*bounds.for_budget(values, self.method.folds), budget, form):
                     return found
                 values -= 1
         except Refusal as error:
