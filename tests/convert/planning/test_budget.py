@@ -51,18 +51,13 @@ def test_a_fold_that_does_not_fit_is_told_which_do(fold: int, rope_dim: int, mes
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
-def by_table(share: float) -> float:
-    """The rotary dims to keep, in those of one head."""
-    return next(rotary for above, rotary in ROTARY if share >= above)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     values=st.integers(0, 3000), share=st.floats(0.01, 1), pairs=st.integers(0, 64), groups=st.integers(1, 16),
-    nope=st.integers(1, 8), width=st.integers(1, 2000), reserved=st.integers(1, 2),
+    nope=st.integers(1, 8), width=st.integers(1, 2000), reserved=st.integers(1, 2), evenly=st.booleans(),
 )  # fmt: skip
 def test_a_budget_is_kept_and_nothing_of_it_wasted(
-    values: int, share: float, pairs: int, groups: int, nope: int, width: int, reserved: int
+    values: int, share: float, pairs: int, groups: int, nope: int, width: int, reserved: int, evenly: bool
 ) -> None:
     rotary, least, key = 2 * pairs, reserved + 1, min(2, 2 * pairs)
 
@@ -71,9 +66,9 @@ def test_a_budget_is_kept_and_nothing_of_it_wasted(
 
     if values < least + key:
         with pytest.raises(Refusal, match=f"leaves {values} values per layer and token; a latent needs at least {least}"):
-            split_budget(values, share, rotary, groups, full_rank, least)
+            split_budget(values, share, rotary, groups, full_rank, least, evenly)
         return
-    rank, rope_dim = split_budget(values, share, rotary, groups, full_rank, least)
+    rank, rope_dim = split_budget(values, share, rotary, groups, full_rank, least, evenly)
     assert rank + rope_dim <= values
     assert rope_dim % 2 == 0
     assert key <= rope_dim <= groups * rotary
@@ -87,20 +82,32 @@ def test_a_budget_is_kept_and_nothing_of_it_wasted(
         assert rope_dim == groups * rotary or values - least - rope_dim < 2, "and only where everything is rope"
 
 
-@pytest.mark.parametrize("share", [above for above, _ in ROTARY])
-def test_the_table_says_what_rotates(share: float) -> None:
-    """Where the budget has room: a power of two of the dims of one head, of which full rank is far away."""
-    rank, rope_dim = split_budget(1024, share, 64, 32, lambda rope_dim: 4096, 1)
-    assert rope_dim == by_table(share) * 64
-    assert rank == (1024 - rope_dim) // 16 * 16
+@pytest.mark.parametrize("share", [0.05, 0.125, 0.25, 0.5, 1.0])
+def test_a_share_of_what_rotates_is_kept(share: float) -> None:
+    """Where full rank is far away."""
+    for rotary_dim in (16, 128):
+        rank, rope_dim = split_budget(4096, share, rotary_dim, 32, lambda rope_dim: 8192, 1)
+        wanted = share * 32 * min(ROTARY, rotary_dim)
+        assert wanted - 8 < rope_dim <= wanted
+        assert rope_dim % 8 == 0
+        assert rank == (4096 - rope_dim) // 16 * 16
+    assert split_budget(4, share, 128, 32, lambda rope_dim: 4096, 1)[0] >= 1
+    assert split_budget(30, share, 0, 32, lambda rope_dim: 4096, 1) == (30, 0), "nothing rotates"
 
 
-def test_a_small_budget_has_half_of_its_values_for_the_latent() -> None:
-    for values in (4, 5, 16, 40, 100):
-        rank, rope_dim = split_budget(values, 1.0, 128, 32, lambda rope_dim: 4096, 1)
-        assert rope_dim == 2 or rank >= 0.95 * (values // 2)
-    assert split_budget(3, 1.0, 128, 32, lambda rope_dim: 4096, 1) == (1, 2)
-    assert split_budget(30, 1.0, 0, 32, lambda rope_dim: 4096, 1) == (30, 0), "nothing rotates"
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (576, (512, 64)),  # a quarter of 576 is 144: all 64 dims of a head, and the cache of DeepSeek-V3 itself
+        (255, (223, 32)),  # 64 is more than a quarter; 208 would give up 6 %
+        (280, (208, 64)),  # 216 would be no multiple of 16; 8 are less than 5 %
+        (40, (32, 8)),
+        (4, (2, 2)),
+        (3, (1, 2)),
+    ],
+)
+def test_frequencies_that_spread_evenly_are_about_a_quarter(values: int, expected: tuple[int, int]) -> None:
+    assert split_budget(values, 0.5, 64, 32, lambda rope_dim: 4096, 1, evenly=True) == expected
 
 
 def test_beyond_full_rank_the_rest_turns() -> None:
