@@ -159,7 +159,7 @@ def convert() -> Callable[..., Result]:
 @pytest.fixture(scope="session")
 def finished(shelf: Callable[..., Path], convert: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory) -> Find:
     """Results of `RESULTS` that tests have asked for: each is made once, and none is to be changed."""
-    directory, found = tmp_path_factory.mktemp("results"), dict[str, Finished]()
+    directory, found, logger = tmp_path_factory.mktemp("results"), dict[str, Finished](), logging.getLogger("kvfold")
     text = characters(directory / "text.txt")
 
     def find(name: str) -> Finished:
@@ -168,6 +168,8 @@ def finished(shelf: Callable[..., Path], convert: Callable[..., Result], tmp_pat
             command, *given = (text if option == "TEXT" else option for option in options)
             source, out = shelf(model_type, **changes), directory / name
             with pytest.MonkeyPatch.context() as patch:
+                for kept in ("handlers", "level", "propagate"):  # a command sets up its own
+                    patch.setattr(logger, kept, getattr(logger, kept))
                 if name == "own text":
                     patch.setattr("convert.planning.calibration.DEFAULT", (OWN,))
                     patch.setattr("convert.converting.checked", checked)

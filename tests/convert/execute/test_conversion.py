@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ POSITIONS = {"calibrated_positions": 32, "source_positions": 128, "max_position_
 SAID = "calibrated for 32 of its source's 128 positions: beyond, its text may become garbage"
 
 
-def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, warned: Callable[[], list[str]]) -> None:
     made, whole = finished("latent with text"), finished("heads")
     source, out = made.source, made.path
     assert f"{SAID} (--calibration-context N calibrates for N)" in made.stdout.splitlines()
@@ -34,12 +34,10 @@ def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, ca
     assert found["notes"] == [f"it is {SAID}"]
     assert "converted_from" not in inspect(source)
 
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "kvfold"):
-        attention.load(source)
-        assert not caplog.messages
-        attention.load(out)
-    assert caplog.messages == [f"{out} is {SAID}"]
+    attention.load(source)
+    assert warned() == []
+    attention.load(out)
+    assert warned() == [f"{out} is {SAID}"]
 
     report = evaluate([source, out], text=letters, context=("100", 32), max_tokens=400, device="cpu")
     assert [model["calibration_context"] for model in report["models"]] == [None, 32]
