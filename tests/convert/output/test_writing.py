@@ -127,17 +127,6 @@ def test_a_shard_or_note_that_changed_is_not_done(victim: str, damage: str, tmp_
     assert opened(tmp_path / "out", resume=True).done(SHARD) is None
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_remembered_is_recalled_whole_or_not(damage: str, tmp_path: Path) -> None:
-    work = opened(tmp_path / "out")
-    assert work.recall("decision") is None
-    work.remember("decision", {"pairs": [1, 2], "error": 0.25})
-    resumed = opened(tmp_path / "out", resume=True)
-    assert resumed.recall("decision") == {"pairs": [1, 2], "error": 0.25}
-    DAMAGE[damage](work.steps / "decision.json")
-    assert resumed.recall("decision") is None
-
-
 def synced(monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], object]) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen(Path(f"/proc/self/fd/{descriptor}").readlink().name))
 

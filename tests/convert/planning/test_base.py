@@ -12,12 +12,10 @@ import torch
 from written import Make, damage, edit
 
 from attention.errors import Refusal
-from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request, convertible, host_of, readable, text_notes
+from convert.planning.base import Plan, Request, convertible, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.describe import inspection
 from convert.planning.grouped import plan_grouped
@@ -140,16 +138,6 @@ def test_what_is_quantised_is_told_apart_by_its_files(checkpoint: Make) -> None:
     packed = damage(checkpoint(), lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(Refusal, match=r"is quantised \(gptq\)$"):
         convertible(Source.parse(str(edit(packed, **GPTQ))))
-
-
-def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None:
-    made = source("hunyuan_v1_dense")
-    family, spec = readable(made), AttentionSpec.from_config(made.config)
-    assert host_of(HOSTS["gqa"], family, made, spec.grouped(2)).name == "its own class"
-    with pytest.raises(
-        Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: .* does not have Llama's decoder blocks"
-    ):
-        host_of(HOSTS["mla"], family, made, spec.latent(16, 8))
 
 
 BOTH_WAYS = {"use_bidirectional_attention": True}

@@ -17,7 +17,6 @@ from convert.planning.calibration import (
     CalibrationText,
     GivenTexts,
     calibration_for,
-    require_consistent,
 )
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
@@ -144,15 +143,6 @@ def test_options_that_contradict_the_method_or_the_source_are_refused(
     with pytest.raises(Refusal, match=re.escape(message)) as caught:
         decided(source(), method, **options)
     assert hint in str(caught.value.hint)
-
-
-def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
-    require_consistent(source(), CalibrationOptions())
-    require_consistent(source(), CalibrationOptions(TEXT, 300, 100, True, 4))
-    with pytest.raises(Refusal, match="--refine is about calibration text, and there is none"):
-        require_consistent(source(), CalibrationOptions(refine=2))
-    with pytest.raises(Refusal, match="exceeds the 128 positions"):
-        require_consistent(source(), CalibrationOptions(TEXT, context=200))
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
