@@ -46,6 +46,18 @@ def auto_class(config: Any) -> Any:
     return found[0] if found else transformers.AutoModelForCausalLM
 
 
+def from_config(config: Any, **options: Any) -> Any:
+    """A language model of a config, without a checkpoint's weights.
+
+    Code that the config names (`auto_map`) is run. `eval.inputs.source.Source` keeps such names only if the user allows that.
+
+    Args:
+        config: As `Source.config` gives it, or of a class of transformers or of kvfold.
+        options: As of `from_config` in transformers.
+    """
+    return auto_class(config).from_config(config, trust_remote_code=True, **options)
+
+
 def has_class(config: Any) -> bool:
     """Whether transformers has a language model of this config."""
     import transformers

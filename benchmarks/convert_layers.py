@@ -148,8 +148,8 @@ def survey_only(model: Path, work: Path) -> None:
     family = family_of(source.config.model_type)
 
     def record(layer: int) -> Attention:
-        tensors = {name: reader[name] for name in family.shapes(source.config, layer)}
-        found = family.split(tensors, source.config, layer)
+        tensors = {name: reader[name] for name in family.of(source.config).shapes(layer)}
+        found = family.of(source.config).split(tensors, layer)
         assert isinstance(found, Attention)
         return found
 

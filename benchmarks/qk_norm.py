@@ -60,7 +60,7 @@ def uneven_gains() -> Iterator[None]:
 
 def converted(source: Path, work: Path, calibration: str) -> Iterator[Path | None]:
     """Results in the order of COLUMNS; None where there is none."""
-    normed = FAMILIES[source.name.removesuffix("-uneven")].traits(Source.parse(str(source)).config).qk_norm is not None
+    normed = FAMILIES[source.name.removesuffix("-uneven")].of(Source.parse(str(source)).config).traits.qk_norm is not None
     for groups in (2, 1):
         out = work / f"{source.name}-{groups}"
         options = CalibrationOptions(texts_of([calibration], None), TOKENS, CONTEXT, refit=False, heal=0)

@@ -28,7 +28,6 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentSize
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.machine.device import require_device
 from eval.quality.evaluation import prepare, report_of
@@ -170,7 +169,7 @@ def sweep(
         for plan in plans:
             require_unchanged()
             made(convert(plan, None, progress, directory / _SURVEY).plan)
-        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+        results = [source.beside(plan.output.path) for plan in plans]
         found = report_of([source, *results], evaluate_on, settings, progress=progress)
         require_unchanged()
         report.write(found, directory / REPORT)
@@ -198,8 +197,7 @@ class _Candidate(NamedTuple):
 def _candidates(
     request: Request, groups: Sequence[int] | None, latents: Sequence[LatentSize] | None, names: Sequence[str] | None
 ) -> list[_Candidate]:
-    source = request.source
-    heads = convertible(source).spec(source.config).num_kv_heads
+    heads = convertible(request.source).spec.num_kv_heads
     if groups is None and latents is None:
         groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
         latents = [LatentSize(kv_share=share) for share in _SHARES]

@@ -5,7 +5,6 @@ It imports nothing of kvfold, so that scripts use it which run where kvfold is n
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ import torch
 
 def comes_back(family: Any, config: Any, layer: int = 1, dtype: torch.dtype = torch.float32) -> Any:
     """Join is the inverse of split, bit for bit; the record in between."""
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, layer).items()}
-    record = family.split(tensors, config, layer)
-    back = family.join(record, family.spec(config), layer)
+    family = family.of(config)
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(layer).items()}
+    record = family.split(tensors, layer)
+    back = family.join(record, family.spec, layer)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == dtype
@@ -34,19 +34,3 @@ def decodes_alike(model: Any, ids: torch.Tensor, static: bool = True, count: int
         if static:
             assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
     return whole
-
-
-def cached_by(path: str | Path, static: bool = True) -> tuple[Any, Any]:
-    """A checkpoint as transformers loads it, with all of its weights, and the first layer's cache of nine tokens.
-
-    It decodes alike in every way, with eager attention too.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(info.values()), info
-    ids = AutoTokenizer.from_pretrained(path)("once upon", return_tensors="pt")["input_ids"]
-    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    said = decodes_alike(model, ids, static, 12)
-    assert torch.equal(eager.generate(ids, max_new_tokens=12, do_sample=False), said)
-    return model, model(ids).past_key_values.layers[0]

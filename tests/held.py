@@ -97,9 +97,10 @@ def sized(rank: int, rope: int) -> list[Any]:
 
 def full(source: Path, row: Row) -> list[Any]:
     """The options of full size: every rotary component, all the rest in the latent, and beside it what a stock class needs."""
-    read, family = Source.parse(str(source)), FAMILIES[row.model_type]
-    rotaries = [family.rotary(read.config, layer) for layer in range(3)]
-    rope = family.spec(read.config).num_kv_heads * max((rotary.dims for rotary in rotaries if rotary), default=0)
+    read = Source.parse(str(source))
+    family = FAMILIES[row.model_type].of(read.config)
+    rotaries = [family.rotary(layer) for layer in range(3)]
+    rope = family.spec.num_kv_heads * max((rotary.dims for rotary in rotaries if rotary), default=0)
     rank = LatentBounds(read, family, LATENT_HOST).full_rank(rope)
     if row.holds != MODEL_TYPE:
         rank = next(r for r in range(rank, rank + 3) if r - len(constants(r)) >= rank)

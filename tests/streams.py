@@ -76,8 +76,8 @@ def records_of(model: Any) -> Callable[[int], Attention]:
     family, weights = FAMILIES[model.config.model_type], model.state_dict()
 
     def record(layer: int) -> Attention:
-        tensors = {name: weights[name] for name in family.shapes(model.config, layer)}
-        found = family.split(tensors, model.config, layer)
+        tensors = {name: weights[name] for name in family.of(model.config).shapes(layer)}
+        found = family.of(model.config).split(tensors, layer)
         return found.expanded() if isinstance(found, FactoredAttention) else found
 
     return record

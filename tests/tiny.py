@@ -123,7 +123,7 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
     if model_type in OF_LATENT:
         return tiny_config(model_type, **changes)
     config = tiny_config(model_type, **dict.fromkeys(SWITCHES, on), **changes)
-    return tiny_config(model_type, **changes) if family_of(model_type).unreadable(config) else config
+    return tiny_config(model_type, **changes) if family_of(model_type).of(config).unreadable else config
 
 
 def tiny_model(config: Any, seed: int = 0) -> Any:
@@ -133,7 +133,7 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
 
     model = random_model(config, seed)
     family = FAMILIES.get(config.model_type)
-    if isinstance(family, LatentLayout) and family.for_config(config) is family:
+    if isinstance(family, LatentLayout) and family.of(config) == family:
         from convert.families.neutral import constants
 
         for layer in model.model.layers:
@@ -186,7 +186,7 @@ def carry_query_biases(model: Any) -> None:
 def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Tensor]:
     """Those of a layer's attention."""
     state = model.state_dict()
-    return {name: state[name] for name in family.shapes(model.config, layer)}
+    return {name: state[name] for name in family.of(model.config).shapes(layer)}
 
 
 def duplicate_kv_heads(model: Any, times: int) -> None:

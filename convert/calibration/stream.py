@@ -45,7 +45,6 @@ class LayerStream:
         spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and a checksum of the rows' checksums. It
             appears when it is complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
-        trust_remote_code: As in transformers.
         cache: What layers read keys and values through, for one pass from the first token on; None for nothing.
     """
 
@@ -58,11 +57,10 @@ class LayerStream:
         text: Blocks,
         spool: Path,
         device: torch.device,
-        trust_remote_code: bool = False,
         cache: Cache | None = None,
     ) -> None:
         self._cache = cache
-        model = pad_values(empty_model(config, trust_remote_code))
+        model = pad_values(empty_model(config))
         self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)

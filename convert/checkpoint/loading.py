@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.auto import auto_class
+from attention.auto import from_config
 from attention.errors import Failure
 from attention.versions import keep_caps
-from eval.inputs.misfits import OTHER_MODEL, disagreement
+from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of, of_a_kind
 from eval.inputs.reader import TensorInfo
 
 Read = Callable[[str], torch.Tensor]
 
 
-def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
+def empty_model(config: Any) -> Any:
     """The causal LM of a config in fp32: parameters on the meta device, tied as in the class, and buffers as it computes them.
 
     Raises:
@@ -35,7 +35,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
 
     with init_empty_weights(), no_init_weights():  # random numbers on the meta device take most of the time
         try:
-            model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = from_config(config, dtype=torch.float32)
         except Exception as error:  # transformers and a checkpoint's own code raise any kind
             reason = " ".join(str(error).split())[:300]
             raise Failure(
@@ -46,15 +46,51 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
     return keep_caps(model).eval().requires_grad_(False)
 
 
-def class_names(config: Any, trust_remote_code: bool, stored: Collection[str]) -> dict[str, str]:
+def class_names(config: Any, stored: Collection[str]) -> dict[str, str]:
     """The names in the class of tensors that a checkpoint has under other names, and that loading changes nothing else of.
 
     Raises:
         Failure: There is no causal LM of this config.
     """
-    model = empty_model(config, trust_remote_code)
+    model = empty_model(config)
     made, _ = _gathered(model, model.state_dict(), stored)
     return {one.names[0]: one.first for one in made if one.conversion is None and one.names[0] != one.first}
+
+
+def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str) -> None:
+    """Compare every tensor name, shape and dtype of a checkpoint with its class, by transformers' own rules.
+
+    Args:
+        config: The checkpoint's config.
+        infos: The infos of its tensors by name.
+        what: The name of the checkpoint in messages.
+
+    Raises:
+        Failure: A tensor is missing or unknown, has another shape, or holds integers where the class needs floats.
+    """
+    model = empty_model(config)
+    tensors, kind = ClassTensors(model, infos), type(model).__name__
+    if tensors.missing:
+        others = f" and {len(tensors.missing) - 1} others" if tensors.missing[1:] else ""
+        tied = bool(getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False))
+        said, step = instead_of(tensors.missing[0], tensors.unexpected, tied)
+        raise Failure(f"{what} lacks {tensors.missing[0]}{others}, which {kind} with this config has{said}", hint=step)
+    if tensors.unexpected:
+        others = f" and {len(tensors.unexpected) - 1} others" if tensors.unexpected[1:] else ""
+        name, whose, step = of_a_kind(tensors.unexpected) or (tensors.unexpected[0], "", OTHER_MODEL)
+        known = f"which {kind} with this config has not"
+        raise Failure(f"{what} has tensor {name}{others}, {f'{whose}, ' if whose else ''}{known}", hint=step)
+    for wrong in tensors.mismatched:
+        raise wrong.failure()
+    floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for name in tensors.names:
+        for source in tensors.sources(name) if name in floating else ():
+            if not infos[source].is_float:
+                kept = str(infos[source].dtype).removeprefix("torch.")
+                raise Failure(
+                    f"{source} holds {kept}, which means nothing without its scales",
+                    hint="convert the original checkpoint, in float32, bfloat16 or float16, then quantise",
+                )
 
 
 class Mismatch(NamedTuple):

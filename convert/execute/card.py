@@ -63,7 +63,7 @@ def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], di
 def loading_of(plan: Plan, spec: AttentionSpec) -> dict[str, Any]:
     """How to load and serve a result of these sizes, as conversion.json keeps it and cards say it."""
     host, own = plan.target.host, plan.target.host.name == "its own class"
-    made = (host, plan.family, spec, plan.source.config)
+    made = (host, plan.family, spec)
     objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
     served = [engine for engine, objection in objections.items() if objection is None]
     return {

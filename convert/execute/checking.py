@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def checked(
     samples = [*_own(plan, device, kept, progress), *given]
     if not samples:
         return None
-    models = [plan.source, replace(Source.parse(str(result), plan.source.trust_remote_code), label="the result")]
+    models = [plan.source, plan.source.beside(result, "the result")]
     total = len(models) * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
         source = _losses(models[0], samples, device, done)

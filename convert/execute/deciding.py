@@ -73,7 +73,7 @@ class Choice:
 
 
 def _rotary(plan: Plan) -> Rotary:
-    return plan.family.first_rotary(plan.source.config) or no_rotary()
+    return plan.family.first_rotary or no_rotary()
 
 
 def choose(job: Job, statistics: StatisticsOf) -> Choice:
@@ -119,7 +119,7 @@ def _measured(job: Job, target: LatentTarget, statistics: StatisticsOf) -> list[
     plan, measure, measured = job.plan, target.method.measure, list[Any]()
     if measure is None:
         return measured
-    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
+    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(layer)]
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
             path = job.work.steps / f"measured-{layer}.pt"

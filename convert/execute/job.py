@@ -80,19 +80,17 @@ class Job:
         Raises:
             Failure: One of them is not finite.
         """
-        config = self.plan.source.config
-        tensors = {name: self.reader[name].to(self.device) for name in self.plan.family.shapes(config, layer)}
+        tensors = {name: self.reader[name].to(self.device) for name in self.plan.family.shapes(layer)}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
-        record = self.plan.family.split(tensors, config, layer)
+        record = self.plan.family.split(tensors, layer)
         record = record.expanded() if isinstance(record, FactoredAttention) else record
-        traits = self.plan.family.traits(config)
-        return tensors, record.on_projected_inputs(traits.clip) if self.plan.reads_projections else record
+        return tensors, record.on_projected_inputs(self.plan.family.traits.clip) if self.plan.reads_projections else record
 
     @property
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
-        traits = self.plan.family.traits(self.plan.source.config)
+        traits = self.plan.family.traits
         traits = traits.behind_projections if self.plan.reads_projections else traits
         return self.text is not None and not unmodelled_fields(traits)
 
@@ -118,5 +116,4 @@ class Job:
             cache: As of `LayerStream`.
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
-        trusted = self.plan.source.trust_remote_code
-        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted, cache)
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, cache)

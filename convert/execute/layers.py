@@ -13,8 +13,7 @@ import torch
 
 from attention.errors import Failure
 from convert.calibration.survey import survey
-from convert.checkpoint.loadable import require_loadable
-from convert.checkpoint.loading import class_names
+from convert.checkpoint.loading import class_names, require_loadable
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Choice, StatisticsOf, choose
 from convert.execute.job import Job
@@ -37,7 +36,7 @@ def reader_of(plan: Plan) -> Reader:
     source = plan.source
     # Of a decoder inside another model, files and classes name what is around it differently.
     inside = source.decoder is not source.config and not plan.family.needs_code
-    return source.reader(partial(class_names, source.config, source.trust_remote_code) if inside else plan.family.renamed)
+    return source.reader(partial(class_names, source.config) if inside else plan.family.renamed)
 
 
 def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
@@ -48,11 +47,11 @@ def loadable_manifest(plan: Plan, reader: Reader) -> Manifest:
     """
     source = plan.source
     manifest = manifest_of(plan, reader, plan.target.spec)  # first, since its messages on attention are more specific
-    require_loadable(source.config, _without_computed(plan, reader), source.reference, source.trust_remote_code)
+    require_loadable(source.config, _without_computed(plan, reader), source.reference)
     if not plan.target.copies:
-        sized = plan.target.host.sized(source.raw, source.config, plan.target.spec)
+        sized = plan.target.host.sized(source.raw, plan.family, plan.target.spec)
         result = f"the {plan.target.spec.kind} of {source.reference}"
-        require_loadable(sized, manifest.outputs, result, source.trust_remote_code)
+        require_loadable(sized, manifest.outputs, result)
     return manifest
 
 
@@ -65,7 +64,7 @@ def convert_layers(job: Job, manifest: Manifest) -> dict[str, Any]:
     try:
         require_space(job, manifest)
         plan, source, directory = job.plan, job.plan.source, job.work.path
-        named = tokenizer_class(source, plan.target.config(source, plan.target.spec, None))
+        named = tokenizer_class(source, plan.target.config(source.raw, plan.family, plan.target.spec, None))
         surveyed = _surveyed(job, job.text) if job.text and plan.reads_text else None
         choice = choose(job, surveyed or job.assumed)
         if choice.ranks:
@@ -87,9 +86,9 @@ def convert_layers(job: Job, manifest: Manifest) -> dict[str, Any]:
 
 def _check_result(plan: Plan, work: Work) -> Source:
     """Check the written files against the class that will load them."""
-    written = Source.parse(str(work.path), plan.source.trust_remote_code)
+    written = plan.source.beside(work.path)
     infos = _without_computed(plan, Reader(work.path))
-    require_loadable(written.config, infos, "the result", plan.source.trust_remote_code)
+    require_loadable(written.config, infos, "the result")
     return written
 
 

@@ -106,10 +106,10 @@ def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:
     """
     config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
     layout = plan.target.host.layout(plan.family)
-    sized = plan.target.host.sized(plan.source.raw, config, spec)
+    sized = layout.of(plan.target.host.sized(plan.source.raw, plan.family, spec))
     _check_attention(plan, reader)
     layers = range(0 if plan.target.copies else plan.before.num_layers)
-    layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}
+    layer_of = {name: layer for layer in layers for name in plan.family.shapes(layer)}
     tied = _ties(config)
     tied_head = _repeated_head(plan.family, reader) if tied else {}
     units: list[Unit] = []
@@ -120,7 +120,7 @@ def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:
         if layer is not None:
             if layer not in handled:
                 handled.add(layer)
-                units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
+                units.append(_attention_unit(plan.family, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
         elif (kept := _kept(plan, layout, name)) is not None:
@@ -153,7 +153,7 @@ def _check_attention(plan: Plan, reader: Reader) -> None:
     """
     layers, computed = plan.before.num_layers, plan.family.computed
     for layer in range(layers):
-        where, expected = f"layer {layer} of {plan.source.reference}", plan.family.shapes(plan.source.config, layer)
+        where, expected = f"layer {layer} of {plan.source.reference}", plan.family.shapes(layer)
         for name, shape in expected.items():
             if name not in reader.infos:
                 said, step = instead_of(name, reader.infos.keys() - expected.keys(), _ties(plan.source.config))
@@ -170,7 +170,7 @@ def _check_attention(plan: Plan, reader: Reader) -> None:
                 f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",
                 hint="converting would drop it; check the biases and norms that config.json switches on",
             )
-    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(plan.source.config, 0)]
+    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(0)]
     if there := [name for name in beyond if name in reader.infos]:
         raise Failure(
             f"config.json gives {layers} layers, and the weights hold {there[0]}",
@@ -178,13 +178,11 @@ def _check_attention(plan: Plan, reader: Reader) -> None:
         )
 
 
-def _attention_unit(
-    family: Family, layout: Family, config: Any, sized: Any, layer: int, reader: Reader, stored: torch.dtype | None
-) -> Unit:
+def _attention_unit(family: Family, layout: Family, layer: int, reader: Reader, stored: torch.dtype | None) -> Unit:
     """The unit of a converted layer. A tensor gets the dtype of its counterpart in the source, else of the first projection."""
-    names, shapes = tuple(family.shapes(config, layer)), layout.shapes(sized, layer).items()
+    names, shapes = tuple(family.shapes(layer)), layout.shapes(layer).items()
     source = {name: torch.empty(reader.infos[name].shape, dtype=reader.infos[name].dtype, device="meta") for name in names}
-    dtypes, first = layout.dtypes(source, family, config, layer), source[names[0]].dtype
+    dtypes, first = layout.dtypes(source, family, layer), source[names[0]].dtype
     outputs = {name: TensorInfo(shape, dtypes.get(name, first)).stored_as(stored) for name, shape in shapes}
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
 

@@ -98,13 +98,13 @@ class _Pair:
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> _Pair:
         plan, spec, work = job.plan, choice.spec(job.plan), job.work.steps
         layout = plan.target.host.layout(plan.family)
-        config = AutoConfig.for_model(**plan.target.config(plan.source, spec, choice.rotary(plan)))
+        config = AutoConfig.for_model(**plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
         read, infos = job.reader.__getitem__, job.reader.infos
         source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
         made = partial(manifest.read, job.reader)
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
         result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student", cache)
-        return cls(plan, spec, text, layout, layout.traits(config).o_bias, source, result)
+        return cls(plan, spec, text, layout, layout.of(config).traits.o_bias, source, result)
 
     def begin(self, missing: int) -> int:
         """The last layer up to `missing` whose inputs exist for both models; else 0, whose inputs are made anew.
@@ -147,7 +147,7 @@ class _Pair:
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)
         weights = self.write(layer, after)
-        lacking = self.plan.family.traits(self.plan.source.config).adds_output
+        lacking = self.plan.family.traits.adds_output
         with self.student.opened(layer) as run:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:

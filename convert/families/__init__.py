@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import bloom, conv1d, falcon, latent, mpt, multi_query, separate, stacked
+from convert.families import alibi, falcon, gpt2, latent, separate, stacked
 from convert.families.base import Family
-from convert.families.kvfold import KvfoldProjections
+from convert.families.kvfold import around
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *separate.ROWS,
         *stacked.ROWS,
-        mpt.FAMILY,
+        alibi.MPT,
         falcon.FAMILY,
-        bloom.FAMILY,
-        conv1d.FAMILY,
-        multi_query.FAMILY,
+        alibi.BLOOM,
+        *gpt2.ROWS,
         *latent.ROWS,
     )
 }
@@ -42,7 +41,7 @@ def family_of(model_type: str, inner: str | None = None) -> Family:
         Refusal: No family has that model type, with the reason if there is one; the hint lists the known ones.
     """
     if model_type == MODEL_TYPE and inner is not None:
-        return KvfoldProjections(family_of(inner))
+        return around(family_of(inner))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     raise Refusal(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention import rope
 from attention.qk_norm import NormForm
@@ -17,6 +18,7 @@ from attention.rope import Rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.names import NameTable
+from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -75,62 +77,107 @@ SOFTCAP = "attn_logit_softcapping"  # the one that says what logits are capped a
 CLIP = "clip_qkv"  # the one that says what queries, keys and values are clamped to
 
 
+def decoder_of(config: Any) -> Any:
+    """The part of a model's config that describes its decoder."""
+    return config.get_text_config(decoder=True)
+
+
+def has_other_models(config: Any) -> bool:
+    """Whether a config describes models besides its decoder, such as one that sees."""
+    from transformers import PreTrainedConfig
+
+    return decoder_of(config) is not config or any(isinstance(part, PreTrainedConfig) for part in vars(config).values())
+
+
 def unmodelled_fields(traits: Traits) -> list[str]:
     """Config fields that make attention differ from what the record's logits and its scoring say."""
     return [field for field in traits.extra_features if field not in (*WINDOWS, SOFTCAP)]
 
 
+@dataclass(frozen=True)
 class Family(ABC):
-    """How the checkpoints of one model type store its attention.
+    """How the checkpoints of one model type store its attention; of one config, once it is bound to that (`of`).
 
-    A layout defines `shapes`, `split` and `join`, and its table of names; everything else comes from the config, and is
-    overridden where a class differs from Llama. `join(split(x)) == x`, bit for bit.
+    A layout defines `shapes`, `split` and `join`; all else comes from the config, and is overridden where a class differs
+    from Llama. `join(split(x)) == x`, bit for bit.
 
     Attributes:
         model_type: As in config.json.
+        config: What it is bound to; None if it is not, and only `join` and what is below can be asked.
         layout: How the file stores the projections, for display: "separate projections".
+        has_heads: Whether it has KV heads; a latent has none.
+        needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
+        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
         scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
-        has_heads: Whether it has KV heads; a latent has none.
-        needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
-        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         keeps_names: Whether tensors whose roles nobody knows keep their names in results.
         in_engines: Whether engines that know its class run what becomes of it; False where nobody tried.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
         computed: Ends of the names of tensors that the class computes itself, and that checkpoints may hold.
-        folded: Config fields whose effect is in the weights of records, so that results do not have them.
+        path: Where the decoder is in a model around it, such as one that sees; "" if the decoder is the model.
     """
 
+    layout: ClassVar[str]
+    has_heads: ClassVar[bool] = True
+    needs_code: ClassVar[bool] = False
+    shares_one_head: ClassVar[bool] = False
+
     model_type: str
-    layout: str
-    names: NameTable
+    _: KW_ONLY
+    config: Any = field(default=None, compare=False, repr=False)
+    names: NameTable = LLAMA
     rope_stride: int = 1
     scales_rope: bool = False
     restarts_cache: bool = False
-    has_heads: bool = True
-    needs_code: bool = False
     shares_heads: bool = True
-    shares_one_head: bool = False
     keeps_names: bool = False
     in_engines: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
-    folded: tuple[str, ...] = ()
+    path: str = ""
+
+    def of(self, config: Any) -> Family:
+        """The family of checkpoints with this config, bound to it."""
+        return replace(self, config=config)
+
+    def inside(self, path: str, config: Any) -> Family:
+        """The family of such a decoder at that path in a model of this config, of which the decoder's config is a part."""
+        root = self.attention_path.partition(".layers.")[0]
+
+        def moved(name: str) -> str:
+            return path + name.removeprefix(root) if name.startswith(f"{root}.") else name
+
+        return replace(
+            self,
+            model_type=config.model_type,
+            config=config,
+            names=NameTable([replace(row, path=moved(row.path)) for row in self.names.rows]),
+            keeps_names=True,
+            in_engines=False,
+            attention_path=moved(self.attention_path),
+            base="",
+            path=path,
+        )
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The part of its config that describes the decoder."""
+        return decoder_of(self.config)
 
     # ---- what a layout defines -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the layer's attention, by its name in the checkpoint."""
 
     @abstractmethod
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
         """The record of a layer, as views of `tensors`, which have the names that `shapes` gives."""
 
     @abstractmethod
@@ -143,13 +190,12 @@ class Family(ABC):
             layer: The index of the layer.
         """
 
-    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, config: Any, layer: int) -> dict[str, torch.dtype]:
+    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
         """The dtypes of a layer by the names that its tensors, or those that hold the same in this layout, have here.
 
         Args:
             tensors: Those of the source's attention by name; only their shapes and dtypes are read.
             source: The source's family.
-            config: The source's.
             layer: The index of the layer.
         """
         return {name: tensor.dtype for name, tensor in tensors.items()}
@@ -173,97 +219,104 @@ class Family(ABC):
 
     # ---- what the config says --------------------------------------------------------------------------------------
 
-    def for_config(self, config: Any) -> Family:
-        """The family of checkpoints with this config, where a model type has several."""
-        return self
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """Config fields whose effect is in the weights of records, so that results do not have them."""
+        return ()
 
-    def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
+    def unshared(self, spec: AttentionSpec) -> str | None:
         """Why its own class cannot share KV heads as `spec` says, or None if it can."""
         return None if self.shares_heads else f"{self.model_type} ignores num_key_value_heads, so its heads cannot share"
 
-    def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
+    def sharing(self, spec: AttentionSpec) -> dict[str, Any]:
         """The fields by which a config of its own class has the KV heads of `spec`."""
         # Both are written even if they equal a default, since defaults differ between classes and engines.
         return {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
 
-    def unreadable(self, config: Any) -> str | None:
+    @property
+    def unreadable(self) -> str | None:
         """Why checkpoints of this type with this config cannot be read, or None if they can."""
         return None
 
-    def spec(self, config: Any) -> AttentionSpec:
-        """The sizes of `config`'s attention."""
-        return AttentionSpec.from_config(config)
+    @property
+    def spec(self) -> AttentionSpec:
+        """The sizes of its attention."""
+        return AttentionSpec.from_config(self.config)
 
-    def class_kv_heads(self, config: Any) -> int:
+    @property
+    def class_kv_heads(self) -> int:
         """How many KV heads its class has, if it ignores `num_key_value_heads`."""
-        return int(config.num_attention_heads)
+        return int(self.decoder.num_attention_heads)
 
-    def traits(self, config: Any) -> Traits:
-        """Features of a config's attention besides projections; output classes accept or refuse it by these."""
-        return Traits(qkv_bias=False, o_bias=False, layers_with_rotary=config.num_hidden_layers)
+    @property
+    def traits(self) -> Traits:
+        """Features of its attention besides projections; output classes accept or refuse it by these."""
+        return Traits(qkv_bias=False, o_bias=False, layers_with_rotary=self.decoder.num_hidden_layers)
 
-    def rotary(self, config: Any, layer: int) -> Rotary | None:
+    def rotary(self, layer: int) -> Rotary | None:
         """How the layer's queries and keys rotate with position, or None if they do not."""
-        return rope.from_config(config, self.spec(config).head_dim)
+        return rope.from_config(self.decoder, self.spec.head_dim)
 
-    def first_rotary(self, config: Any) -> Rotary | None:
+    @property
+    def first_rotary(self) -> Rotary | None:
         """How the first layer that has RoPE rotates; None if none has."""
-        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
+        rotaries = (self.rotary(layer) for layer in range(self.spec.num_layers))
         return next((rotary for rotary in rotaries if rotary), None)
 
-    def inner_window(self, config: Any, layer: int) -> int | None:
+    def inner_window(self, layer: int) -> int | None:
         """How many tokens a layer sees, if its class has that window inside its attention, so that its masks lack it."""
         return None
 
-    def scale(self, config: Any) -> float:
+    @property
+    def scale(self) -> float:
         """The factor of the logits before the softmax."""
-        return float(self.spec(config).key_dim ** -0.5)
+        return float(self.spec.key_dim**-0.5)
 
-    def slopes(self, config: Any) -> tuple[float, ...] | None:
+    @property
+    def slopes(self) -> tuple[float, ...] | None:
         """ALiBi's slope of each query head, or None without ALiBi."""
         return None
 
-    def window(self, config: Any, layer: int) -> int | None:
+    def window(self, layer: int) -> int | None:
         """How many tokens a layer sees, itself included, by its class's masks or inside its attention; None for all."""
-        if (window := self.traits(config).extra_features.get("sliding_window")) is None:
-            return self.inner_window(config, layer)
-        kinds = config.layer_types if "layer_types" in type(config).__dataclass_fields__ else None  # else a stray key
+        if (window := self.traits.extra_features.get("sliding_window")) is None:
+            return self.inner_window(layer)
+        known = "layer_types" in type(self.decoder).__dataclass_fields__  # else it is a stray key
+        kinds = self.decoder.layer_types if known else None
         return int(window) if kinds is None or kinds[layer] == "sliding_attention" else None
 
-    def scoring(self, config: Any, layer: int) -> Scoring:
+    def scoring(self, layer: int) -> Scoring:
         """Changes to the layer's scaled logits."""
-        return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).extra_features.get(SOFTCAP))
+        return Scoring(self.slopes, self.window(layer), self.traits.extra_features.get(SOFTCAP))
 
-    def latent_dims(self, config: Any, rope_dim: int) -> int:
+    def latent_dims(self, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
 
         If some layers have no RoPE, it is the number of those, whose keys are all in the latent.
         """
-        spec = self.spec(config)
+        spec = self.spec
         if spec.kv_lora_rank is not None:
             return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
-        rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
+        rotary = rope_dim if self.traits.layers_with_rotary == spec.num_layers else 0
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
-    def dims_of_heads(self, config: Any) -> int:
+    @property
+    def dims_of_heads(self) -> int:
         """How many numbers the keys and values of all KV heads have, as they are projected."""
-        spec = self.spec(config)
+        spec = self.spec
         return 2 * spec.num_kv_heads * spec.head_dim
 
-    def needs_projections(self, config: Any) -> bool:
+    @property
+    def needs_projections(self) -> bool:
         """Whether a latent reads `attention.record.HeadProjections`: nothing can be mixed across a norm or a clamp."""
-        traits = self.traits(config)
+        traits = self.traits
         return traits.qk_norm is not None or traits.clip is not None
 
-    def merges_norm_gains(self, config: Any) -> bool:
-        """Whether the key norm has different gains per head, so that merging heads is inexact."""
-        return False
-
-    def describe(self, config: Any) -> dict[str, Any]:
-        """The facts about a config that `convert inspect` prints, read without weights."""
-        traits = self.traits(config)
-        rotary = self.first_rotary(config)
-        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {"rope_type": "default"}
+    def describe(self) -> dict[str, Any]:
+        """The facts about its config that `convert inspect` prints, read without weights."""
+        traits = self.traits
+        rotary = self.first_rotary
+        parameters = getattr(self.decoder, "rope_parameters", None) or {"rope_type": "default"}
         return {
             "qkv_bias": traits.qkv_bias,
             "o_bias": traits.o_bias,
@@ -272,9 +325,9 @@ class Family(ABC):
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
-            "alibi": self.slopes(config) is not None,
+            "alibi": self.slopes is not None,
             "sinks": traits.sinks,
-            "softmax_scale": self.scale(config),
+            "softmax_scale": self.scale,
             "also": dict(traits.extra_features),
         }
 

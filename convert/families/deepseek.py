@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 from attention import rope
 from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.tables import LLAMA
+from convert.families.projections import join_factors
 
 if TYPE_CHECKING:
     import torch
@@ -31,42 +31,41 @@ class NormalisedLatent(Family):
     If queries have a latent, too, `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
 
     Attributes:
-        model_type: As in config.json.
         pairing: Which two dims form a rotary pair: those of two halves, or "config" if `rope_interleave` says so.
     """
 
-    model_type: str
+    layout: ClassVar[str] = "latent projections"
+    has_heads: ClassVar[bool] = False
+    shares_heads: bool = field(default=False, kw_only=True)
     pairing: Literal["half", "config"] = "config"
-
-    layout = "latent projections"
-    has_heads = shares_heads = False
-    names = LLAMA  # of portable results, which have no experts
 
     @property
     def without_latent(self) -> str:
         return "it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself"
 
-    def traits(self, config: Any) -> Traits:
+    @property
+    def traits(self) -> Traits:
         return Traits(
-            qkv_bias=bool(getattr(config, "attention_bias", False)),
-            o_bias=bool(getattr(config, "attention_bias", False)),
-            layers_with_rotary=config.num_hidden_layers,
+            qkv_bias=bool(getattr(self.decoder, "attention_bias", False)),
+            o_bias=bool(getattr(self.decoder, "attention_bias", False)),
+            layers_with_rotary=self.decoder.num_hidden_layers,
         )
 
-    def rotary(self, config: Any, layer: int) -> Rotary:
-        interleaved = self.pairing == "config" and getattr(config, "rope_interleave", True)
-        return rope.from_config(config, config.qk_rope_head_dim, "interleaved" if interleaved else "half")
+    def rotary(self, layer: int) -> Rotary:
+        interleaved = self.pairing == "config" and getattr(self.decoder, "rope_interleave", True)
+        return rope.from_config(self.decoder, self.decoder.qk_rope_head_dim, "interleaved" if interleaved else "half")
 
-    def scale(self, config: Any) -> float:
+    @property
+    def scale(self) -> float:
         """YaRN's second factor multiplies logits (`mscale_all_dim`)."""
-        scale, parameters = super().scale(config), config.rope_parameters or {}
+        scale, parameters = super().scale, self.decoder.rope_parameters or {}
         if parameters.get("rope_type", "default") == "default" or not (mscale := parameters.get("mscale_all_dim")):
             return scale
         factor = parameters["factor"]
         return scale if factor <= 1 else scale * float(0.1 * mscale * math.log(factor) + 1) ** 2
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width, queries, bias = self.spec(config), config.hidden_size, config.q_lora_rank, self.traits(config).o_bias
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width, queries, bias = self.spec, self.decoder.hidden_size, self.decoder.q_lora_rank, self.traits.o_bias
         rank, heads = spec.kv_lora_rank or 0, spec.num_heads
         rows, cached, made = heads * spec.key_dim, rank + spec.qk_rope_head_dim, heads * (spec.qk_nope_head_dim + spec.head_dim)
         shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (rows, width)}
@@ -80,7 +79,7 @@ class NormalisedLatent(Family):
         shapes |= {"o_proj.bias": (width,)} if bias else {}
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> NoReturn:
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> NoReturn:
         raise AssertionError("such attention is not converted")
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
@@ -93,20 +92,17 @@ class NormalisedLatent(Family):
         assert spec.kv_lora_rank is not None, "a latent has a rank"
         assert a.q_nope_bias is None, "the class has no place for biases"
         assert a.k_rope_bias is None, "nor for this one"
-        scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
-        down = torch.nn.functional.pad(_SIZE * a.down, (0, 0, 0, missing))
-        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing)) / math.sqrt(spec.kv_lora_rank)
-        kv_gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
-        queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
-        of_queries = {"q_proj.weight": queries}
-        if a.q_down is not None:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
-            gain = queries.new_ones(len(a.q_down))
-            of_queries = {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": gain, "q_b_proj.weight": queries}
-        local = of_queries | {
-            "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
-            "kv_a_layernorm.weight": torch.nn.functional.pad(kv_gain, (0, missing)),
-            "kv_b_proj.weight": up.flatten(0, 1),
-            "o_proj.weight": a.o.flatten(1),
+        local = join_factors(replace(a, down=_SIZE * a.down), spec.kv_lora_rank)
+        queries = local.pop("q_proj.weight") * (a.scale * math.sqrt(spec.key_dim))
+        if a.q_down is None:
+            local["q_proj.weight"] = queries
+        else:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
+            ones = queries.new_ones(len(a.q_down))
+            local |= {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": ones, "q_b_proj.weight": queries}
+        gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
+        local |= {
+            "kv_a_layernorm.weight": torch.nn.functional.pad(gain, (0, spec.kv_lora_rank - len(a.down))),
+            "kv_b_proj.weight": local["kv_b_proj.weight"] / math.sqrt(spec.kv_lora_rank),
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 

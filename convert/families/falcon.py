@@ -7,11 +7,11 @@ it holds itself is MQA by `multi_query`, which it caches once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.base import Family
+from convert.families.base import Family, decoder_of
 from convert.families.names import in_layers
 from convert.families.stacked import MEGATRON, StackedProjections
 from convert.families.tables import megatron
@@ -27,14 +27,18 @@ _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm")
 class Falcon(StackedProjections):
     """One of its two tables of names."""
 
-    shares_one_head = True
+    shares_one_head: ClassVar[bool] = True
 
-    def for_config(self, config: Any) -> Family:
-        return _FOR_TWO_NORMS if config.new_decoder_architecture and _norms(config) == 2 else FAMILY
+    def of(self, config: Any) -> Family:
+        decoder = decoder_of(config)
+        two = decoder.new_decoder_architecture and _norms(decoder) == 2
+        return replace(super().of(config), names=_TWO_NORMS if two else _ONE_NORM)
 
-    def unreadable(self, config: Any) -> str | None:
-        if config.alibi:
+    @property
+    def unreadable(self) -> str | None:
+        if self.decoder.alibi:
             return "its class adds ALiBi once with sdpa and twice with eager attention (alibi is true)"
+        config = self.decoder
         grouped, parallel, norms = config.new_decoder_architecture, config.parallel_attn, _norms(config)
         if grouped and not parallel:
             return "its class runs no new_decoder_architecture whose parallel_attn is false"
@@ -47,37 +51,38 @@ class Falcon(StackedProjections):
             )
         return None
 
-    def spec(self, config: Any) -> AttentionSpec:
+    @property
+    def spec(self) -> AttentionSpec:
         """The KV heads that are projected, however often the class caches them."""
-        groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else None
-        found = AttentionSpec.from_config(config)
-        return found if groups is None else replace(found, num_kv_heads=groups)
+        shared = self.decoder.new_decoder_architecture or self.decoder.multi_query
+        return replace(super().spec, num_kv_heads=self.class_kv_heads) if shared else super().spec
 
-    def class_kv_heads(self, config: Any) -> int:
-        if config.new_decoder_architecture:
-            return int(config.num_kv_heads)
-        return 1 if config.multi_query else super().class_kv_heads(config)
+    @property
+    def class_kv_heads(self) -> int:
+        if self.decoder.new_decoder_architecture:
+            return int(self.decoder.num_kv_heads)
+        return 1 if self.decoder.multi_query else super().class_kv_heads
 
-    def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
+    def unshared(self, spec: AttentionSpec) -> str | None:
         if spec.num_kv_heads > 1:
             return (
                 f"its class of transformers caches keys and values of all {spec.num_heads} query heads unless multi_query is on"
             )
-        if config.new_decoder_architecture and _norms(config) == 2:
+        if self.decoder.new_decoder_architecture and _norms(self.decoder) == 2:
             return "with multi_query, its class has one norm for attention and MLP, and num_ln_in_parallel_attn is 2"
         return None
 
-    def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
+    def sharing(self, spec: AttentionSpec) -> dict[str, Any]:
         return {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         return super().join(_rotating_everywhere(record), spec, layer)
 
-    def describe(self, config: Any) -> dict[str, Any]:
-        facts = super().describe(config)
-        if config.new_decoder_architecture:
-            facts["also"] |= {"KV heads that transformers caches": config.num_attention_heads}
+    def describe(self) -> dict[str, Any]:
+        facts = super().describe()
+        if self.decoder.new_decoder_architecture:
+            facts["also"] |= {"KV heads that transformers caches": self.decoder.num_attention_heads}
         return facts
 
 
@@ -114,4 +119,3 @@ FAMILY = Falcon(
     attention_path=f"{_LAYERS}.{{layer}}.self_attention",
     base="transformer",
 )
-_FOR_TWO_NORMS = replace(FAMILY, names=_TWO_NORMS)

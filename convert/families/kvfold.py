@@ -6,8 +6,8 @@ Sources with QK-norm or a clamp keep their projections and norms, and have share
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm
@@ -18,8 +18,10 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
 from convert.families.projections import (
+    join_factors,
     join_heads,
     join_projections,
+    or_zeros,
     projection_shapes,
     split_factors,
     split_projections,
@@ -35,58 +37,69 @@ _BEHIND = {"k_proj.weight": "k_head_proj.weight", "v_proj.weight": "v_head_proj.
 _PREFIX = "model."  # of the source's class
 
 
+def around(inner: Family, config: Any = None) -> KvfoldProjections:
+    """The family of kvfold's class around the class of another family, which reads the `text_config` of the config."""
+    inner = inner if config is None else inner.of(config.text_config)
+    return KvfoldProjections(
+        MODEL_TYPE,
+        config=config,
+        names=NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows]),
+        attention_path=_PREFIX + inner.attention_path,
+        computed=inner.computed,
+        in_engines=inner.in_engines,
+        shares_heads=False,  # not by a key of config.json that other software reads
+        inner=inner,
+    )
+
+
+@dataclass(frozen=True)
 class KvfoldProjections(Family):
     """`{q,k,v,o}_proj`, or a latent's projections as DeepSeek names them, where the attention of another family was.
 
-    All else has that family's names behind `model.`.
+    All else has that family's names behind `model.` (`around`).
 
-    Args:
-        inner: The other family, which reads the `text_config` of a config.
+    Attributes:
+        inner: The other family.
     """
 
-    model_type = MODEL_TYPE
-    layout = "kvfold's class"
-    shares_heads = False  # not by a key of config.json that other software reads
-    needs_code = True
+    layout: ClassVar[str] = "kvfold's class"
+    needs_code: ClassVar[bool] = True
+    inner: Family
 
-    def __init__(self, inner: Family) -> None:
-        self.inner = inner
-        self.names = NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows])
-        self.attention_path = _PREFIX + inner.attention_path
-        self.computed, self.in_engines = inner.computed, inner.in_engines
+    def of(self, config: Any) -> Family:
+        return around(self.inner, config)
 
-    def for_config(self, config: Any) -> Family:
-        return KvfoldProjections(self.inner.for_config(config.text_config))
-
-    def unreadable(self, config: Any) -> str | None:
-        return self.inner.unreadable(config.text_config)
+    @property
+    def unreadable(self) -> str | None:
+        return self.inner.unreadable
 
     def beside(self, name: str) -> str | None:
         kept = self.inner.beside(name)
         return None if kept is None else _PREFIX + kept
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec(config).of_layer(layer), config.text_config.hidden_size
-        if self.needs_projections(config):
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width = self.spec.of_layer(layer), self.decoder.hidden_size
+        if self.needs_projections:
             shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (width, spec.num_heads * spec.head_dim)}
-            shapes |= {"o_proj.bias": (width,)} if config.o_bias else {}
-            shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _projected(config).head_dim)
+            shapes |= {"o_proj.bias": (width,)} if self.config.o_bias else {}
+            queries = _projected(self.config).head_dim
+            shapes |= _projected_shapes(self.config) | _shapes_behind(spec, self.dims_of_heads, queries)
         else:
             made = _shapes_of_latent if spec.kv_lora_rank else projection_shapes
-            shapes = made(spec, width, config.qkv_bias, config.o_bias)
+            shapes = made(spec, width, self.config.qkv_bias, self.config.o_bias)
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
-        prefix, spec, behind = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.needs_projections(config)
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
+        prefix, spec, behind = f"{self.module(layer)}.", self.spec.of_layer(layer), self.needs_projections
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        own, scale, rotary = _renamed(local) if behind else local, self.scale(config), self.rotary(config, layer)
+        own, scale, rotary = _renamed(local) if behind else local, self.scale, self.rotary(layer)
         record: Record
         if spec.kv_lora_rank:
             record = split_factors(own, spec, scale, rotary or no_rotary())
         else:
             record = split_projections(own, spec.head_dim, scale, rotary)
-        projections = _projections(local, config) if behind else None
-        return replace(record, projections=projections, scoring=self.scoring(config, layer))
+        projections = _projections(local, self.config) if behind else None
+        return replace(record, projections=projections, scoring=self.scoring(layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
@@ -100,38 +113,42 @@ class KvfoldProjections(Family):
             local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
-    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, config: Any, layer: int) -> dict[str, torch.dtype]:
+    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
         if source.needs_code:
-            return super().dtypes(tensors, source, config, layer)
-        record = source.split(tensors, config, layer)
+            return super().dtypes(tensors, source, layer)
+        record = source.split(tensors, layer)
         assert isinstance(record, Attention), "a latent that has no code of ours is in a stock class"
         local = {**_join_projected(record), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
         return {f"{self.module(layer)}.{name}": tensor.dtype for name, tensor in local.items() if tensor is not None}
 
-    def traits(self, config: Any) -> Traits:
-        traits = replace(self.inner.traits(config.text_config), qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+    @property
+    def traits(self) -> Traits:
+        traits = replace(self.inner.traits, qkv_bias=self.config.qkv_bias, o_bias=self.config.o_bias)
         # Every layer has a RoPE key, also those that had no RoPE: it is zero there.
-        return replace(traits, layers_with_rotary=config.text_config.num_hidden_layers) if config.rope_pairs else traits
+        return replace(traits, layers_with_rotary=self.decoder.num_hidden_layers) if self.config.rope_pairs else traits
 
-    def rotary(self, config: Any, layer: int) -> Rotary | None:
-        own = self.inner.rotary(config.text_config, layer)
-        if not config.rope_pairs:
-            return replace(own, pairing="half") if own and self.needs_projections(config) else own
-        others = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
-        return next(rotary.select(config.rope_pairs, "half") for rotary in (own, *others) if rotary)
+    def rotary(self, layer: int) -> Rotary | None:
+        own = self.inner.rotary(layer)
+        if not self.config.rope_pairs:
+            return replace(own, pairing="half") if own and self.needs_projections else own
+        others = (self.inner.rotary(i) for i in range(self.decoder.num_hidden_layers))
+        return next(rotary.select(self.config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
-    def dims_of_heads(self, config: Any) -> int:
-        projected = _projected(config)
+    @property
+    def dims_of_heads(self) -> int:
+        projected = _projected(self.config)
         return 2 * projected.num_kv_heads * projected.head_dim
 
-    def needs_projections(self, config: Any) -> bool:
-        return config.qk_norm is not None or config.clip_qkv is not None
+    @property
+    def needs_projections(self) -> bool:
+        return self.config.qk_norm is not None or self.config.clip_qkv is not None
 
-    def scale(self, config: Any) -> float:
-        return float(config.scaling)
+    @property
+    def scale(self) -> float:
+        return float(self.config.scaling)
 
-    def scoring(self, config: Any, layer: int) -> Scoring:
-        return self.inner.scoring(config.text_config, layer)
+    def scoring(self, layer: int) -> Scoring:
+        return self.inner.scoring(layer)
 
 
 def _shapes_of_latent(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
@@ -204,22 +221,13 @@ def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
 
 
 def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+    """The tensors of a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
     assert record.q_down is None, "the class has no latent of queries"
-    a, missing = record.paired("half"), rank - len(record.down)
-    down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
-    local = {
-        "q_proj.weight": torch.cat((a.q_nope, a.q_rope), 1).flatten(0, 1),
-        "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
-        "kv_b_proj.weight": torch.nn.functional.pad(up, (0, missing)).flatten(0, 1),
-        "o_proj.weight": a.o.flatten(1),
-        "o_proj.bias": a.o.new_zeros(len(a.o)) if a.o_bias is None else a.o_bias,
-    }
-    if a.q_nope_bias is not None and a.q_rope_bias is not None:
-        local["q_proj.bias"] = torch.cat((a.q_nope_bias, a.q_rope_bias), 1).flatten()
-        if len(a.k_rope):
-            of_key = torch.zeros_like(a.k_rope[:, 0]) if a.k_rope_bias is None else a.k_rope_bias
-            local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
+    a = record.paired("half")
+    local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
+    if "q_proj.bias" in local and len(a.k_rope):
+        of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
+        local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
     return local

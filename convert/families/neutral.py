@@ -8,7 +8,7 @@ changes the norm by more than one ulp of float32. A smaller one, divided by 2^k,
 
 Two latents need this. That of keys and values caches all of its channels, so it has as few constants as possible. That of
 queries is not cached. kvfold uses it where queries have biases, for which DeepSeek-V3's class has no place: the latent is the
-input itself and a constant one, and the projection behind it is [W_Q | b]. It may also be of lower rank than the input.
+input itself and a constant one, and the projection behind it is [W_Q | b].
 """
 
 from __future__ import annotations
@@ -70,16 +70,24 @@ def query_constants(rank: int) -> list[float]:
     return [1.0, *(float(value) for value in found if value)]
 
 
-def query_channels(rank: int) -> int:
-    """How many channels of a latent of queries are not constants."""
-    return rank - len(query_constants(rank))
+def query_latent(width: int, scale: float, like: torch.Tensor, large: float | None = None) -> dict[str, torch.Tensor]:
+    """`q_a_proj` and `q_a_layernorm` of a latent of the input times `scale`, and the constants.
 
-
-def query_latent(width: int, scale: float, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent of the input times `scale` and constants; dtype and device as of `like`."""
-    rank, weight = query_rank(width), like.new_zeros(query_channels(query_rank(width)), width)
-    weight.fill_diagonal_(scale)
-    return beside_constants(weight, rank, level(query_constants(rank)))
+    Args:
+        width: E.
+        scale: A power of two.
+        like: Its dtype and device are those of the tensors.
+        large: 2^k; `level` of the constants if None.
+    """
+    rank = query_rank(width)
+    constant = like.new_tensor(query_constants(rank))
+    large = level(query_constants(rank)) if large is None else large
+    gain, bias = like.new_full((rank,), large), like.new_zeros(rank)
+    gain[-len(constant) :] = 0
+    gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
+    bias[-len(constant) :] = constant * large
+    weight = like.new_zeros(rank, width).fill_diagonal_(scale)
+    return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
 
 
 def query_scale(weight: torch.Tensor) -> float:
@@ -89,31 +97,10 @@ def query_scale(weight: torch.Tensor) -> float:
     return 2.0 ** max(-12, min(12, round(math.log2(wanted)))) if 0 < wanted < math.inf else 1.0
 
 
-def beside_constants(weight: torch.Tensor, rank: int, large: float) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, and the constants.
-
-    Args:
-        weight: Its channels.
-        rank: How many there are with the constants.
-        large: 2^k.
-    """
-    import torch
-
-    constant = weight.new_tensor(query_constants(rank))
-    gain, bias = weight.new_full((rank,), large), weight.new_zeros(rank)
-    gain[-len(constant) :] = 0
-    gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
-    bias[-len(constant) :] = constant * large
-    weight = torch.nn.functional.pad(weight, (0, 0, 0, len(constant)))
-    return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
-
-
 def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether these `q_a_proj` and `q_a_layernorm` are the input times a scale, and constants that are large enough."""
     weight, gain = tensors["q_a_proj.weight"], tensors["q_a_layernorm.weight"]
-    channels, width = query_channels(query_rank(weight.shape[1])), weight.shape[1]
-    identity = weight.new_zeros(channels, width).fill_diagonal_(float(weight[0, 0]))
-    expected = beside_constants(identity, query_rank(width), float(gain[0]))
+    expected = query_latent(weight.shape[1], float(weight[0, 0]), weight, float(gain[0]))
     same = all(
         tensors[name].shape == tensor.shape and bool((tensors[name] == tensor).all()) for name, tensor in expected.items()
     )

@@ -94,6 +94,23 @@ def split_factors(local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale:
     )
 
 
+def join_factors(a: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
+    """The inverse of `split_factors`, in a latent of `rank` channels, without biases but those of queries."""
+    import torch
+
+    missing = rank - len(a.down)
+    down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
+    local = {
+        "q_proj.weight": torch.cat((a.q_nope, a.q_rope), 1).flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
+        "kv_b_proj.weight": torch.nn.functional.pad(up, (0, missing)).flatten(0, 1),
+        "o_proj.weight": a.o.flatten(1),
+    }
+    if a.q_nope_bias is not None and a.q_rope_bias is not None:
+        local["q_proj.bias"] = torch.cat((a.q_nope_bias, a.q_rope_bias), 1).flatten()
+    return local
+
+
 def with_biases(a: Attention) -> Attention:
     """The record with zeros for biases of queries, keys and values that it lacks, for classes that always have them."""
     q, k, v = (or_zeros(bias, rows[..., 0]) for bias, rows in ((a.q_bias, a.q), (a.k_bias, a.k), (a.v_bias, a.v)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attention import rope
 from attention.qk_norm import NormForm, QKNorm
@@ -17,7 +17,7 @@ from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families import tables
 from convert.families.base import CLIP, SOFTCAP, Family, Traits
-from convert.families.names import NameTable, Row
+from convert.families.names import Row
 from convert.families.projections import join_projections, or_zeros, projection_shapes, split_projections, with_biases
 from convert.families.tables import (
     EXPERTS,
@@ -156,34 +156,25 @@ class SeparateProjections(Family):
     The others are as in `Family`.
     """
 
-    model_type: str
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     o_name: str = "o_proj"
     within: str = ""
     norm: NormRow | None = None
     pairing: Pairing = "half"
-    rope_stride: int = 1
-    scales_rope: bool = False
     scaled_by: str | float | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotary_dims: str | None = None
     rotates: Callable[[Any, int], bool] = _everywhere
     local: Callable[[Any, int], bool] = nowhere
-    names: NameTable = LLAMA
     adds_output: bool = True
     sums_unless: tuple[str, ...] = ()
     extra_features: tuple[str, ...] = ()
     extra_switch: str | None = None
-    restarts_cache: bool = False
-    shares_heads: bool = True
-    attention_path: str = "model.layers.{layer}.self_attn"
-    base: str = ""
-    computed: tuple[str, ...] = Family.computed
     required_values: tuple[tuple[str, Any, str], ...] = ()
 
-    layout = "separate projections"
+    layout: ClassVar[str] = "separate projections"
 
     @property
     def without_latent(self) -> str | None:
@@ -191,45 +182,46 @@ class SeparateProjections(Family):
             return "queries and keys are normalised after RoPE, and a latent holds keys before RoPE"
         return super().without_latent
 
-    def unreadable(self, config: Any) -> str | None:
+    @property
+    def unreadable(self) -> str | None:
         if self.rotary_dims is not None:
-            dims, most = getattr(config, self.rotary_dims), self.spec(config).head_dim
+            dims, most = getattr(self.decoder, self.rotary_dims), self.spec.head_dim
             if dims < 2 or dims % 2 or dims > most:
                 return f"RoPE rotates pairs of each head's {most} dims, and {self.rotary_dims} is {dims}"
-        windows = [self.inner_window(config, layer) for layer in range(config.num_hidden_layers)]
+        windows = [self.inner_window(layer) for layer in range(self.decoder.num_hidden_layers)]
         if none := [window for window in windows if window is not None and window < 1]:
             return f"its local layers see no tokens (window_size is {none[0]})"
-        if CLIP in self.extra_features and (clip := getattr(config, CLIP)) is not None and clip <= 0:
+        if CLIP in self.extra_features and (clip := getattr(self.decoder, CLIP)) is not None and clip <= 0:
             return f"queries, keys and values are clipped to nothing ({CLIP} is {clip})"
-        return next((why for name, value, why in self.required_values if getattr(config, name) != value), None)
+        return next((why for name, value, why in self.required_values if getattr(self.decoder, name) != value), None)
 
-    def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
-        if not self.rotates(config, layer):
+    def rotary(self, layer: int) -> rope.Rotary | None:
+        if not self.rotates(self.decoder, layer):
             return None
         if self.rotary_dims is not None:
-            return rope.of_base(_BASE, getattr(config, self.rotary_dims), self.pairing)
-        layer_types = getattr(config, "layer_types", None)
+            return rope.of_base(_BASE, getattr(self.decoder, self.rotary_dims), self.pairing)
+        layer_types = getattr(self.decoder, "layer_types", None)
         layer_type = layer_types[layer] if layer_types else None
-        return rope.from_config(config, self.spec(config).head_dim, self.pairing, layer_type, self.partial_rotary)
+        return rope.from_config(self.decoder, self.spec.head_dim, self.pairing, layer_type, self.partial_rotary)
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec(config), config.hidden_size
-        shapes = projection_shapes(spec, width, self._flag(config, self.qkv_bias), self._flag(config, self.o_bias), self.o_name)
-        if norm := self._norm(config):
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width = self.spec, self.decoder.hidden_size
+        shapes = projection_shapes(spec, width, self._flag(self.qkv_bias), self._flag(self.o_bias), self.o_name)
+        if norm := self._norm:
             for name, count in ((norm.q, spec.num_heads), (norm.k, spec.num_kv_heads)):
                 for part in norm.names(name, count):
                     for kind in ("weight", "bias") if norm.bias else ("weight",):
                         shapes[f"{part}.{kind}"] = norm.shape(count, spec.head_dim)
         return {self._prefix(layer) + name: shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        spec, prefix = self.spec(config), self._prefix(layer)
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
+        spec, prefix = self.spec, self._prefix(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        record = split_projections(local, spec.head_dim, self.scale(config), self.rotary(config, layer), self.o_name)
-        record = replace(record, scoring=self.scoring(config, layer))
-        if (norm := self._norm(config)) is None:
+        record = split_projections(local, spec.head_dim, self.scale, self.rotary(layer), self.o_name)
+        record = replace(record, scoring=self.scoring(layer))
+        if (norm := self._norm) is None:
             return record
-        eps = getattr(config, norm.eps)
+        eps = getattr(self.decoder, norm.eps)
         return replace(
             record,
             q_norm=norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps),
@@ -252,25 +244,21 @@ class SeparateProjections(Family):
             a = with_biases(a)
         return replace(a, o_bias=or_zeros(a.o_bias, a.o[:, 0, 0])) if self.o_bias is True else a
 
-    def merges_norm_gains(self, config: Any) -> bool:
-        norm = self._norm(config)
-        return norm is not None and norm.per_head
-
-    def inner_window(self, config: Any, layer: int) -> int | None:
-        return int(config.window_size) if self.local(config, layer) else None
+    def inner_window(self, layer: int) -> int | None:
+        return int(self.decoder.window_size) if self.local(self.decoder, layer) else None
 
     def output(self, layer: int) -> str:
         return f"{self._prefix(layer)}{self.o_name}"
 
-    def traits(self, config: Any) -> Traits:
-        norm = self._norm(config)
-        layers = range(self.spec(config).num_layers)
+    @property
+    def traits(self) -> Traits:
+        norm, config, layers = self._norm, self.decoder, range(self.spec.num_layers)
         extra = self.extra_features if self.extra_switch is None or getattr(config, self.extra_switch) else ()
         if any(self.local(config, layer) for layer in layers):
             extra = (*extra, "window_size")
         return Traits(
-            qkv_bias=self._flag(config, self.qkv_bias),
-            o_bias=self._flag(config, self.o_bias),
+            qkv_bias=self._flag(self.qkv_bias),
+            o_bias=self._flag(self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
             adds_output=self.adds_output and not any(getattr(config, field) for field in self.sums_unless),
@@ -280,18 +268,19 @@ class SeparateProjections(Family):
     def _prefix(self, layer: int) -> str:
         return f"{self.module(layer)}.{self.within}{'.' if self.within else ''}"
 
-    @staticmethod
-    def _flag(config: Any, flag: bool | str) -> bool:
-        return bool(getattr(config, flag)) if isinstance(flag, str) else flag
+    def _flag(self, flag: bool | str) -> bool:
+        return bool(getattr(self.decoder, flag)) if isinstance(flag, str) else flag
 
-    def _norm(self, config: Any) -> NormRow | None:
-        on = self.norm and (self.norm.switch is None or getattr(config, self.norm.switch))
+    @property
+    def _norm(self) -> NormRow | None:
+        on = self.norm and (self.norm.switch is None or getattr(self.decoder, self.norm.switch))
         return self.norm if on else None
 
-    def scale(self, config: Any) -> float:
+    @property
+    def scale(self) -> float:
         if self.scaled_by is None:
-            return super().scale(config)
-        given = getattr(config, self.scaled_by) if isinstance(self.scaled_by, str) else self.scaled_by
+            return super().scale
+        given = getattr(self.decoder, self.scaled_by) if isinstance(self.scaled_by, str) else self.scaled_by
         return float(given**self.scale_power)
 
 

@@ -92,27 +92,28 @@ class StackedProjections(SeparateProjections):
     def layout(self) -> str:  # type: ignore[override]
         return self.order.layout if self.qkv_name else super().layout
 
-    def unreadable(self, config: Any) -> str | None:
-        if (heads := config.num_attention_heads) % (blocks := self.order.blocks):
+    @property
+    def unreadable(self) -> str | None:
+        if (heads := self.decoder.num_attention_heads) % (blocks := self.order.blocks):
             return f"its projections have {blocks} blocks of equally many heads, and num_attention_heads is {heads}"
-        return super().unreadable(config)
+        return super().unreadable
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in super().shapes(config, layer).items():
+        for name, shape in super().shapes(layer).items():
             stacked = self._stacked(name)
             rows = shapes[stacked][0] if stacked in shapes else 0
             shapes[stacked] = (rows + shape[0], *shape[1:])
         return shapes
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        separate, spec = super().shapes(config, layer), self.spec(config)
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
+        separate, spec = super().shapes(layer), self.spec
         parts: dict[str, torch.Tensor] = {}
         for stacked, tensor in tensors.items():
             names = [name for name in separate if self._stacked(name) == stacked]
             rows = self.order.in_order(tensor, spec) if len(names) > 1 else tensor
             parts |= zip(names, rows.split([separate[name][0] for name in names]), strict=True)
-        return super().split(parts, config, layer)
+        return super().split(parts, layer)
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch

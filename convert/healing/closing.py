@@ -18,7 +18,6 @@ from convert.output.writing import Work
 from convert.planning.base import Plan
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum
-from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.terminal.progress import Progress
@@ -88,7 +87,7 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
 
 def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.device) -> HealPlan:
     assert plan.calibration is not None
-    result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="the result")
+    result = plan.source.beside(work.path, "the result")
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
     found = sized(result, plan.source, options, plan.output, str(device), plan.seed)

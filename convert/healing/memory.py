@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention.auto import auto_class
+from attention.auto import from_config
 from attention.padding import pad_values
 from attention.spec import dtype_bytes
 from attention.versions import keep_caps
@@ -46,10 +46,9 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
     """
     model, names = _model(plan)
     kept = "float32" if compute_device(plan.device).type == "cpu" else plan.teacher.dtype
-    trusted = plan.teacher.trust_remote_code
     return {
         "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()) // parts,
-        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
+        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config) // parts,
         "training": _FP32 * _PER_WEIGHT * _trained(plan, model, names) // parts,
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.micro_batch * plan.context * plan.converted.vocabulary),
@@ -64,7 +63,7 @@ def disk(plan: HealPlan) -> int:
 
 def _model(plan: HealPlan) -> tuple[Any, set[str]]:
     """The student without values, and the names of what trains, with those few of which nothing may change."""
-    model = empty_model(plan.converted.config, plan.converted.trust_remote_code)
+    model = empty_model(plan.converted.config)
     return model, set(of_part(model, plan.family, plan.spec.num_layers, plan.options.train))
 
 
@@ -103,9 +102,7 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
         return tensor
 
     with FakeTensorMode(), no_init_weights(), _without_grouped_products():
-        student = auto_class(plan.converted.config).from_config(
-            plan.converted.config, dtype=torch.float32, trust_remote_code=plan.converted.trust_remote_code
-        )
+        student = from_config(plan.converted.config, dtype=torch.float32)
         pad_values(keep_caps(student).eval())
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in names)

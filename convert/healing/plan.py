@@ -239,7 +239,7 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     options = _with_rank(options)
     convertible(converted)
-    source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
+    source = converted.beside(teacher or _named_teacher(converted))
     source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
         raise Refusal(
@@ -270,8 +270,8 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     micro_batch = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
     steps = max(1, tokens // (batch * context))
     every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
-    spec = family.spec(converted.config)
-    model = empty_model(converted.config, converted.trust_remote_code)
+    spec = family.spec
+    model = empty_model(converted.config)
     held_parameters(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
     planned = HealPlan(
         converted,
@@ -319,7 +319,7 @@ def _with_rank(options: HealOptions) -> HealOptions:
 def _tokens_of(name: str, converted: Source) -> int:
     if name not in EFFORTS:
         raise Refusal(f"no effort {name!r} (choose {', '.join(EFFORTS)})")
-    parameters = count_parameters(converted.config, converted.trust_remote_code)
+    parameters = count_parameters(converted.config)
     return EFFORTS[name][parameters > _LARGE] * 10**6
 
 

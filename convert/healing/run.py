@@ -33,7 +33,6 @@ from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import SAFETENSORS, Reader
 from eval.inputs.sealed import write_whole
-from eval.inputs.source import Source
 from eval.inputs.text import OWN_TEXT, Text
 from eval.machine.device import compute_device, free_memory
 from eval.quality.evaluation import prepare
@@ -198,7 +197,7 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
         raw = raw if names_ours(raw) else raw | {"auto_map": AUTO_MAP}
     if raw != plan.converted.raw:
         write_config(work.path, raw, None)
-    calibrated = Source.parse(str(work.path), plan.converted.trust_remote_code).calibrated
+    calibrated = plan.converted.beside(work.path).calibrated
     healed = sorted(where) if outcome.weights else []
     return provenance_of(plan, texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {})
 

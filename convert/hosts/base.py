@@ -55,19 +55,19 @@ class Host(ABC):
     keeps_projections: bool = False
     keeps_sinks: bool = False
 
-    def reads_projections(self, family: Family, config: Any) -> bool:
+    def reads_projections(self, family: Family) -> bool:
         """Whether what it holds of such a source is behind its projections (`attention.record.HeadProjections`)."""
-        return self.keeps_projections and family.needs_projections(config)
+        return self.keeps_projections and family.needs_projections
 
     @property
     def kind(self) -> str:
         """One of CLASSES."""
         return "kvfold" if self.code else "stock"
 
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
+    def engines(self, family: Family) -> frozenset[str]:
         """The engines of `convert.hosts.engines` that run what became of a source of `family`, sizes of latents aside.
 
-        With None for the source's config: those that run it for some configs of the family.
+        Of a family that is bound to no config: those that run it for some configs.
         """
         return self.runs
 
@@ -76,7 +76,7 @@ class Host(ABC):
         """The layout of the class's tensors for a source of `family`."""
 
     @abstractmethod
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         """Why this class cannot carry `target` made from `config`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -87,26 +87,26 @@ class Host(ABC):
         """The root mean square of latents with which the class rounds least; None if their size does not matter."""
         return None
 
-    def notes(self, config: Any) -> tuple[str, ...]:
-        """Sentences for the plan: what carrying a source of this config costs besides its cache."""
+    def notes(self, family: Family) -> tuple[str, ...]:
+        """Sentences for the plan: what carrying a source of this family costs besides its cache."""
         return ()
 
     @abstractmethod
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The new config.json.
 
         Args:
             raw: The source's config.json.
-            config: The source's config with the defaults of its class.
+            family: The source's, bound to its config.
             target: The sizes of the result.
             rotary: How the rotary key of MLA rotates; None if only sizes matter.
         """
 
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+    def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
         """The class's config object at the sizes of `target`, from which the shapes of its tensors follow."""
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
+        return AutoConfig.for_model(**self.config(raw, family, target, None))
 
 
 # The activations that are a GELU, exact or not.
@@ -125,16 +125,6 @@ def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) ->
         computed: What engines' classes compute.
     """
     return name if activation in computed else "TransformersForCausalLM"
-
-
-def refuses_restarts(family: Family, rotary: Rotary | None) -> str | None:
-    """Why another class cannot carry a source with this RoPE whose own class computes its cache anew; None if it does not."""
-    if not family.restarts_cache or rotary is None or rotary.long_frequencies is None:
-        return None
-    return (
-        f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the cache anew, "
-        "and this one does not"
-    )
 
 
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:

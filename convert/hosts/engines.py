@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.formats import FORMATS
@@ -52,9 +52,9 @@ class Engine:
     serve: str
     caches: tuple[CacheOption, ...] = ()
 
-    def objection(self, host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> str | None:
-        """Why it does not run an attention of these sizes in an output class, or None if it does; `config` is the source's."""
-        if self.name not in host.engines(family, config):
+    def objection(self, host: Host, family: Family, spec: AttentionSpec) -> str | None:
+        """Why it does not run an attention of these sizes in an output class; None if it does."""
+        if self.name not in host.engines(family):
             return f"{self.name} does not run {host.name}, as far as was tried"
         if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
@@ -131,14 +131,14 @@ ENGINES = {
 }
 
 
-def running(host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> list[str]:
-    """The engines that run an attention of these sizes in an output class; `config` is the source's."""
-    return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec, config) is None]
+def running(host: Host, family: Family, spec: AttentionSpec) -> list[str]:
+    """The engines that run an attention of these sizes in an output class."""
+    return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec) is None]
 
 
-def storing(host: Host, family: Family, spec: AttentionSpec, form: str, config: Any = None) -> list[str]:
+def storing(host: Host, family: Family, spec: AttentionSpec, form: str) -> list[str]:
     """The engines that run it and store its cache in that format; of those where nobody tried, that is said."""
-    found = [(name, cache) for name in running(host, family, spec, config) for cache in ENGINES[name].stores(host, spec)]
+    found = [(name, cache) for name in running(host, family, spec) for cache in ENGINES[name].stores(host, spec)]
     return [name if cache.tried else f"{name} (not tried)" for name, cache in found if cache.form == form]
 
 

@@ -39,18 +39,19 @@ class Falcon(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES["falcon"]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have Falcon's decoder blocks (the class can hold {', '.join(self.families)})"
         if target.num_kv_heads > 1:
             return f"for {target.kind}, the class of transformers caches keys and values of all {target.num_heads} query heads"
+        config = family.config
         if config.use_parallel_residual:
             return "use_parallel_residual is true, and with multi_query the class then has one norm for attention and MLP"
         if not config.attention_bias:
             return "attention_bias is false, and the class has biases in attention and MLP, or in neither"
         if target.head_dim % 2:
             return f"heads have {target.head_dim} dims, and the class rotates all of them in pairs"
-        rotary, kind = family.rotary(config, 0), config.rope_parameters["rope_type"]
+        rotary, kind = family.rotary(0), config.rope_parameters["rope_type"]
         if rotary and rotary.dims < target.head_dim and (kind not in LISTED_ROPE or rotary.attention_factor != 1):
             return (
                 f"{rotary.dims} of {target.head_dim} dims rotate, the class rotates all, and RoPE of type {kind!r} cannot say "
@@ -58,7 +59,8 @@ class Falcon(Host):
             )
         return None
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
         return {
             "architectures": [architecture("FalconForCausalLM", config.hidden_act, ("gelu",))],
             "model_type": "falcon",
@@ -73,15 +75,15 @@ class Falcon(Host):
             "new_decoder_architecture": False,
             "multi_query": True,
             "num_kv_heads": 1,
-            "rope_parameters": _rope(config, target),
+            "rope_parameters": _rope(family, target),
         }
 
 
-def _rope(config: Any, target: AttentionSpec) -> dict[str, Any]:
+def _rope(family: Family, target: AttentionSpec) -> dict[str, Any]:
     """The source's RoPE, for a class that rotates all dims of a head."""
     import torch
 
-    rotary = FAMILIES[config.model_type].rotary(config, 0)
+    rotary, config = family.rotary(0), family.config
     assert rotary is not None, "the source has RoPE"
     missing = (target.head_dim - rotary.dims) // 2
     if not missing:

@@ -1,6 +1,6 @@
 """Stock GPTBigCode with one KV head: the output class of MQA for sources whose blocks are GPT-2's.
 
-Their own classes cannot share KV heads, and this one can. `convert.families.multi_query` writes its tensors.
+Their own classes cannot share KV heads, and this one can. `convert.families.gpt2` writes its tensors.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
-from convert.families import FAMILIES
 from convert.families.base import WINDOWS
-from convert.families.multi_query import GPT_BIGCODE, MultiQueryProjections
+from convert.families.gpt2 import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:
@@ -74,29 +73,31 @@ class GPTBigCode(Host):
     def layout(self, family: Family) -> Family:
         return _LAYOUT
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have GPT-2's decoder blocks (the class can hold {', '.join(_SETTINGS)})"
         if target.num_kv_heads != 1:
             return f"it has one KV head, not {target.num_kv_heads}"
+        config = family.config
         for field, needed in _needed(config).items():
             if (found := getattr(config, field)) != needed:
                 return f"config.json sets {field} to {found}, and the class needs {needed}"
-        for field, value in family.traits(config).extra_features.items():
+        for field, value in family.traits.extra_features.items():
             if field not in WINDOWS or value < config.max_position_embeddings:
                 return f"config.json sets {field} to {value}, which the class does not support"
         return None
 
-    def notes(self, config: Any) -> tuple[str, ...]:
+    def notes(self, family: Family) -> tuple[str, ...]:
         """Sources with rows for padding count positions from the padding mask, and this class from the first column."""
-        if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
+        if (place := family.names.holding("padding_positions.weight")) is None:
             return ()
         return (
             f"the first {place.leading} rows of {place.name} are dropped: only padding reads them",
             "with padding on the left, the result needs position_ids, which generate gives it: its class has no others",
         )
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
         return {
             "architectures": [architecture("GPTBigCodeForCausalLM", config.activation_function)],
             "model_type": self.name,

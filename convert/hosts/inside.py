@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.families.reading.inside import Inside, decoder_of
+from convert.families import family_of
+from convert.families.base import decoder_of
 from convert.hosts import deepseek_v3
 from convert.hosts.base import Host
 
@@ -32,17 +33,17 @@ class InsideClass(Host):
         self.families = frozenset()
 
     def layout(self, family: Family) -> Family:
-        assert isinstance(family, Inside), "the class is for decoders inside other models"
-        return family.holding(self.inner.layout(family.inner))
+        return self.inner.layout(family).inside(family.path, family.config)
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
-        if not isinstance(family, Inside):
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        if not family.path:
             return "the class is for decoders inside other models, of types that are also read alone"
-        if reason := self.inner.refuses(family.inner, decoder_of(config), target):
+        if reason := self.inner.refuses(alone(family), target):
             return reason
-        made = decoder_of(self.sized({**config.to_dict(), "text_config": decoder_of(config).to_dict()}, config, target))
-        if made.model_type != self.inner.layout(family.inner).model_type:
-            return f"the class of {config.model_type} always builds {made.model_type} as its decoder"
+        raw = {**family.config.to_dict(), "text_config": family.decoder.to_dict()}
+        made = decoder_of(self.sized(raw, family, target))
+        if made.model_type != self.inner.layout(family).model_type:
+            return f"the class of {family.model_type} always builds {made.model_type} as its decoder"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -51,11 +52,16 @@ class InsideClass(Host):
     def latent_size(self, kv_lora_rank: int) -> float | None:
         return self.inner.latent_size(kv_lora_rank)
 
-    def notes(self, config: Any) -> tuple[str, ...]:
-        return self.inner.notes(decoder_of(config))
+    def notes(self, family: Family) -> tuple[str, ...]:
+        return self.inner.notes(alone(family))
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        return {**raw, "text_config": self.inner.config(raw["text_config"], decoder_of(config), target, rotary)}
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        return {**raw, "text_config": self.inner.config(raw["text_config"], alone(family), target, rotary)}
+
+
+def alone(family: Family) -> Family:
+    """The family of the decoder inside a model, without what is around it."""
+    return family_of(family.decoder.model_type).of(family.decoder)
 
 
 HOST = InsideClass(deepseek_v3.HOST)

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
 from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
-from convert.families.base import SOFTCAP, WINDOWS
-from convert.families.kvfold import KvfoldProjections
-from convert.families.reading import family_for
-from convert.families.reading.inside import has_other_models
+from convert.families.base import SOFTCAP, WINDOWS, has_other_models
+from convert.families.kvfold import KvfoldProjections, around
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
 
@@ -79,30 +77,30 @@ class Kvfold(Host):
             "Results whose `modeling_kvfold.py` has no `CODE_VERSION` need that for transformers ≥ 5.24.",
         )
 
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
+    def engines(self, family: Family) -> frozenset[str]:
         inner = family.inner if isinstance(family, KvfoldProjections) else family
-        run = inner.model_type in self._in_vllm and (config is None or _vllm_takes(family, config))
+        run = inner.model_type in self._in_vllm and (family.config is None or _vllm_takes(family))
         return frozenset({"transformers", *(["vllm"] if run else [])})
 
     def layout(self, family: Family) -> Family:
         if family.needs_code:
             return family
         stock = _stock(family)
-        return KvfoldProjections(stock.layout(family) if stock else family)
+        return around(stock.layout(family) if stock else family)
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
-        traits, inner = family.traits(config), config.text_config if family.needs_code else config
-        if not target.kv_lora_rank and not family.needs_code and target == family.spec(config):
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        traits, inner = family.traits, family.decoder if family.needs_code else family.config
+        if not target.kv_lora_rank and not family.needs_code and target == family.spec:
             return "no KV heads are shared, and the source's class holds its own"
-        if not target.kv_lora_rank and (reason := self._refuses_heads(family, config)):
+        if not target.kv_lora_rank and (reason := self._refuses_heads(family)):
             return reason
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
         for field, value in traits.behind_projections.extra_features.items():
             if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
-        rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
-        behind = family.needs_projections(config)
+        rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
+        behind = family.needs_projections
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
@@ -110,7 +108,7 @@ class Kvfold(Host):
         lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
         if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
-        if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
+        if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
             return f"it is built around {stock.name}: {reason}"
         if inner.get_text_config(decoder=True) is not inner or (not family.in_engines and has_other_models(inner)):
             return "its decoder is inside another model, and the class holds decoders alone"
@@ -120,40 +118,38 @@ class Kvfold(Host):
             return "it has a latent already, in a stock class"
         return None
 
-    def _refuses_heads(self, family: Family, config: Any) -> str | None:
+    def _refuses_heads(self, family: Family) -> str | None:
         """Why it cannot carry fewer KV heads, with or without the source's projections before them; or None."""
-        norm = family.traits(config).qk_norm
+        norm = family.traits.qk_norm
         if norm and norm.after_rotary:
             return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
-        if family.shares_heads and not family.needs_projections(config):
+        if family.shares_heads and not family.needs_projections:
             return "the source's class can share KV heads, and no norm or clamp comes before them"
         return None
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        if config.model_type == MODEL_TYPE:
-            family: Family = family_for(config).for_config(config)
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        if family.needs_code:
             outer, inner = dict(raw), raw["text_config"]
         else:
-            source = family_for(config).for_config(config)
-            traits, scaling = source.traits(config), source.scale(config)
-            windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
-            family, raw, config = _inside(source, raw, config)
+            source = family
+            windows = [source.inner_window(layer) for layer in range(target.num_layers)]
+            family, raw = _inside(source, raw)
             inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
                 "model_type": MODEL_TYPE,
                 "auto_map": AUTO_MAP,
                 **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
-                "tie_word_embeddings": config.tie_word_embeddings,
+                "tie_word_embeddings": family.config.tie_word_embeddings,
                 "attention_path": family.attention_path,
-                "qkv_bias": traits.qkv_bias,
-                "o_bias": traits.o_bias,
-                "scaling": scaling,
+                "qkv_bias": source.traits.qkv_bias,
+                "o_bias": source.traits.o_bias,
+                "scaling": source.scale,
                 **({"inner_windows": windows} if any(windows) else {}),
             }
         if target.kv_lora_rank is None:
             inner = {**inner, "num_key_value_heads": target.num_kv_heads}
-            return {**outer, **_behind_heads(family, config), "text_config": inner}
+            return {**outer, **_behind_heads(family), "text_config": inner}
         sizes = {
             "kv_lora_rank": target.kv_lora_rank,
             "qk_rope_head_dim": target.qk_rope_head_dim,
@@ -165,22 +161,22 @@ class Kvfold(Host):
         return {
             **outer,
             "o_bias": True,
-            **_kept_projections(family, config),
-            **_rotation(family, config, rotary, target.qk_rope_head_dim),
+            **_kept_projections(family),
+            **_rotation(family, rotary, target.qk_rope_head_dim),
             **({} if target.layer_ranks is None else {"kv_lora_ranks": list(target.layer_ranks)}),
             "text_config": {**inner, **sizes},
         }
 
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+    def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
         from attention.models.configuration_kvfold import KvfoldConfig
 
-        return KvfoldConfig(**self.config(raw, config, target, None))
+        return KvfoldConfig(**self.config(raw, family, target, None))
 
 
-def _vllm_takes(family: Family, config: Any) -> bool:
+def _vllm_takes(family: Family) -> bool:
     """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
-    limits = family.traits(config).extra_features.keys() & {*WINDOWS, SOFTCAP}
-    return not limits and rope_objection(config.text_config if family.needs_code else config) is None
+    limits = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
+    return not limits and rope_objection(family.decoder if family.needs_code else family.config) is None
 
 
 def _stock(family: Family) -> Host | None:
@@ -188,17 +184,17 @@ def _stock(family: Family) -> Host | None:
     return next((host for host in _AROUND if family.model_type in host.families), None)
 
 
-def _inside(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[Family, Mapping[str, Any], Any]:
-    """The family of the class that the class is built around, and its config, as JSON and as an object."""
+def _inside(family: Family, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """The family of the class that the class is built around, and its config.json."""
     if (stock := _stock(family)) is None:
-        return family, raw, config
-    whole = family.spec(config)
-    return stock.layout(family), stock.config(raw, config, whole, None), stock.sized(raw, config, whole)
+        return family, raw
+    sized = stock.sized(raw, family, family.spec)
+    return stock.layout(family).of(sized), stock.config(raw, family, family.spec, None)
 
 
-def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
+def _kept_projections(family: Family) -> dict[str, Any]:
     """What follows a source's projections: QK-norm, a clamp."""
-    traits = family.traits(config)
+    traits = family.traits
     kept = {} if traits.clip is None else {"clip_qkv": traits.clip}
     if traits.qk_norm is None:
         return kept
@@ -207,25 +203,25 @@ def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
     return {"qk_norm": stated, **kept}
 
 
-def _behind_heads(family: Family, config: Any) -> dict[str, Any]:
+def _behind_heads(family: Family) -> dict[str, Any]:
     """What shared heads behind a source's projections need to know of it; nothing without these, or of kvfold's own class."""
-    if isinstance(family, KvfoldProjections) or not family.needs_projections(config):
+    if isinstance(family, KvfoldProjections) or not family.needs_projections:
         return {}
-    spec = family.spec(config)
-    rotated = [family.rotary(config, layer) is not None for layer in range(spec.num_layers)]
+    spec = family.spec
+    rotated = [family.rotary(layer) is not None for layer in range(spec.num_layers)]
     plain = [layer for layer, rotates in enumerate(rotated) if not rotates]
     return {
-        **_kept_projections(family, config),
+        **_kept_projections(family),
         "projected_kv_heads": spec.num_kv_heads,
         **({"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}),
         **({"unrotated_layers": plain} if any(rotated) and plain else {}),
     }
 
 
-def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
+def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
-    inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
-    source = inner.first_rotary(of_class)
+    inner = family.inner if isinstance(family, KvfoldProjections) else family
+    source = inner.first_rotary
     if source is None:
         return {"rope_pairs": []}
     if rotary is None:  # only sizes matter
@@ -233,7 +229,7 @@ def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int)
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
     stride = {"rope_stride": inner.rope_stride} if inner.rope_stride > 1 else {}
-    rotaries = [inner.rotary(of_class, layer) for layer in range(of_class.num_hidden_layers)]
+    rotaries = [inner.rotary(layer) for layer in range(inner.decoder.num_hidden_layers)]
     factors = [each.attention_factor if each else 1.0 for each in rotaries]
     return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **stride}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
 from convert.families.neutral import constants, latent_size, query_rank
-from convert.hosts.base import Host, carried, refuses_restarts
+from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -64,15 +64,20 @@ class StockLatent(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES[self.name]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        config = family.config
         parameters = getattr(config, "rope_parameters", None) or {}
         if family.model_type not in self.families:
             return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
         if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
-        if reason := refuses_restarts(family, family.rotary(config, 0)):
-            return reason
-        traits = family.traits(config)
+        rotary = family.rotary(0)
+        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
+            return (
+                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
+                "cache anew, and this one does not"
+            )
+        traits = family.traits
         if family.without_latent:
             return family.without_latent
         if traits.qk_norm:
@@ -89,14 +94,15 @@ class StockLatent(Host):
     def latent_size(self, kv_lora_rank: int) -> float | None:
         return latent_size(constants(kv_lora_rank))
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
         return {
             "architectures": [_ARCHITECTURE],
             "model_type": self.name,
             **carried(raw, config, _CARRIED),
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
-            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
+            "q_lora_rank": query_rank(config.hidden_size) if family.traits.qkv_bias else None,
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "v_head_dim": target.head_dim,
@@ -105,15 +111,12 @@ class StockLatent(Host):
             **self.own(config, target),
         }
 
-    def notes(self, config: Any) -> tuple[str, ...]:
-        if not self._query_biases(config):
+    def notes(self, family: Family) -> tuple[str, ...]:
+        if not family.traits.qkv_bias:
             return ()
-        width, rank = config.hidden_size, query_rank(config.hidden_size)
+        width = family.config.hidden_size
+        rank = query_rank(width)
         return (f"query biases go through q_a_proj, an identity with a constant: {width} × {rank} more weights in each layer",)
-
-    @staticmethod
-    def _query_biases(config: Any) -> bool:
-        return FAMILIES[config.model_type].traits(config).qkv_bias
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:

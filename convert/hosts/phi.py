@@ -44,9 +44,10 @@ class Phi(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES[_MODEL_TYPE]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have GPT-J's decoder blocks (the class can hold {', '.join(_LIKE_GPTJ)})"
+        config = family.config
         head_dim, dims = target.head_dim, config.rotary_dim
         if (found := int(head_dim * (dims / head_dim))) != dims:
             return (
@@ -60,7 +61,8 @@ class Phi(Host):
             )
         return None
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
         return {
             "architectures": [architecture("PhiForCausalLM", config.activation_function)],
             "model_type": _MODEL_TYPE,

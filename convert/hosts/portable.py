@@ -39,25 +39,25 @@ class Portable(DeepseekV3):
     def reserved(self, kv_lora_rank: int) -> int:
         return 1  # what makes the norm of latents constant
 
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return super().engines(family, config) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
+    def engines(self, family: Family) -> frozenset[str]:
+        return super().engines(family) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
-        if reason := super().refuses(family, config, target):
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        if reason := super().refuses(family, target):
             return reason
-        if family.spec(config).kv_lora_rank:
+        if family.spec.kv_lora_rank:
             return "it has a latent already, which may have biases (convert the original with --portable)"
-        if family.traits(config).qkv_bias:
+        if family.traits.qkv_bias:
             return "queries and keys have biases, and the class has none (without --portable, its biases carry them)"
-        if (activation := getattr(config, "hidden_act", "silu")) != "silu":
+        if (activation := getattr(family.config, "hidden_act", "silu")) != "silu":
             return f"the MLP's activation is {activation}, and engines' own classes compute SiLU, whatever the config says"
-        rotary = family.rotary(config, 0)
+        rotary = family.rotary(0)
         if rotary is None or rotary.long_frequencies is not None or ladder_ratio(rotary) is None:
             return "its RoPE frequencies are not a geometric ladder from 1, and the class would need a list of them"
         return None
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        written = super().config(raw, config, target, rotary)
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        written = super().config(raw, family, target, rotary)
         written |= {
             "architectures": [_ARCHITECTURE],
             "model_type": V3.model_type,
@@ -69,7 +69,7 @@ class Portable(DeepseekV3):
             # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
             "tie_word_embeddings": False,
         }
-        return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, config)})
+        return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, family.config)})
 
 
 def ladder_ratio(rotary: Rotary) -> float | None:

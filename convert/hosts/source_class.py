@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.families.reading import family_for
 from convert.hosts.base import Host
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ class SourceClass(Host):
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
 
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        sinks = config is not None and family.traits(config).sinks
+    def engines(self, family: Family) -> frozenset[str]:
+        sinks = family.config is not None and family.traits.sinks
         # MQA by keys of its own, sinks, and what experiments found were not tried in engines.
         if not family.shares_heads or not family.in_engines or sinks:
             return frozenset({"transformers"})
@@ -58,30 +57,29 @@ class SourceClass(Host):
     def layout(self, family: Family) -> Family:
         return family
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
-        return None if _copies(family, config, target) else family.unshared(config, target)
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        return None if _copies(family, target) else family.unshared(target)
 
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        changes = _changes(config, target)
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        changes = _changes(family, target)
         if isinstance(inner := raw.get("text_config"), dict):  # of a model with a decoder inside
             return {**raw, "text_config": {**inner, **changes}}
         return {**raw, **changes}
 
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        changed = copy.deepcopy(config)
-        for field, value in _changes(config, target).items():
+    def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
+        changed = copy.deepcopy(family.config)
+        for field, value in _changes(family, target).items():
             setattr(changed.get_text_config(decoder=True), field, value)
         return changed
 
 
-def _copies(family: Family, config: Any, target: AttentionSpec) -> bool:
-    return target == family.spec(config) and not family.needs_code
+def _copies(family: Family, target: AttentionSpec) -> bool:
+    return target == family.spec and not family.needs_code
 
 
-def _changes(config: Any, target: AttentionSpec) -> dict[str, Any]:
+def _changes(family: Family, target: AttentionSpec) -> dict[str, Any]:
     """The fields of the config that change; none where a class that ignores them is copied: they would mislead others."""
-    family = family_for(config)
-    return {} if not family.shares_heads and _copies(family, config, target) else family.sharing(config, target)
+    return {} if not family.shares_heads and _copies(family, target) else family.sharing(target)
 
 
 _SHARING = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)

@@ -49,7 +49,7 @@ def evaluated(
     """
     write_provenance(work.path, provenance)
     made_from = [replace(model, label=name) for name, model in models.items()]
-    result = replace(Source.parse(str(work.path), made_from[0].trust_remote_code), label=label)
+    result = made_from[0].beside(work.path, label)
     settings = replace(settings, cache_dtypes=_formats(provenance, (*made_from, result)))
     try:
         report = report_of([*made_from, result], text, settings, seen, progress)

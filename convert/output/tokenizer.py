@@ -41,7 +41,7 @@ def tokenizer_class(source: Source, config: dict[str, Any]) -> str | None:
         path = Path(directory)
         write_config(path, config, None)
         copy_companions(path, source.files, source.trust_remote_code)
-        result = Source.parse(directory, source.trust_remote_code)
+        result = source.beside(directory)
         if not code and _loads_as(result, expected):
             return None
         name_tokenizer_class(path, name, code)

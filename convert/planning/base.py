@@ -135,12 +135,12 @@ class Plan:
     @property
     def reads_projections(self) -> bool:
         """Whether what it makes is behind the source's projections (`attention.record.Projections`)."""
-        return self.target.host.reads_projections(self.family, self.source.config)
+        return self.target.host.reads_projections(self.family)
 
     @property
     def channels(self) -> int:
         """How many numbers a token's statistics are about: those of a layer's input, or of all heads' keys and values."""
-        return self.family.dims_of_heads(self.source.config) if self.reads_projections else self.source.decoder.hidden_size
+        return self.family.dims_of_heads if self.reads_projections else self.source.decoder.hidden_size
 
     @property
     def cache_dtype(self) -> str:
@@ -159,7 +159,7 @@ class Plan:
         before, found = self.source.calibrated, of
         if not self.target.copies and self.target.spec.qk_rope_head_dim < self._rotary_dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
-            seen = [self.family.window(self.source.config, layer) or of for layer in range(self.before.num_layers)]
+            seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]
             found = found if found < max(seen) else of
         found = min(found, before.positions if before else of)
         return Calibrated(found, of, found) if found < of else None
@@ -167,11 +167,11 @@ class Plan:
     @property
     def _rotary_dims(self) -> int:
         """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
-        return self.before.rotary_keys * rotary_dim(self.source, self.family) if self.target.spec.kv_lora_rank else 0
+        return self.before.rotary_keys * rotary_dim(self.family) if self.target.spec.kv_lora_rank else 0
 
     def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
-        made, calibrated = self.target.config(self.source, spec, rotary), self.calibrated
+        made, calibrated = self.target.config(self.source.raw, self.family, spec, rotary), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property
@@ -291,14 +291,14 @@ def readable(source: Source) -> Family:
         Refusal: It needs its own code, is no decoder alone, or belongs to no known family.
     """
     _refuse_foreign(source)
-    family = family_for(source.config).for_config(source.config)
+    family = family_for(source.config)
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
             hint="`convert families` lists the types that can be read",
         )
     _refuse_stray_heads(source, family)
-    if reason := family.unreadable(source.config):
+    if reason := family.unreadable:
         raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
     return family
 
@@ -370,7 +370,7 @@ def _refuse_stray_heads(source: Source, family: Family) -> None:
     """Refuse a number of KV heads that the class ignores, because nothing else would: all sizes would follow from it."""
     if not family.has_heads or family.shares_heads or family.needs_code:
         return
-    heads, own = source.decoder.num_attention_heads, family.class_kv_heads(source.config)
+    heads, own = source.decoder.num_attention_heads, family.class_kv_heads
     if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, own):
         have = f"each of its {heads} query heads has keys and values of its own"
         raise Refusal(
@@ -428,7 +428,7 @@ def host_of(
     """
     refusals = []
     for host in hosts:
-        reason = unfit(host, family, source, target, engine)
+        reason = unfit(host, family, target, engine)
         if reason is None:
             return host
         refusals.append(f"{host.name}: {reason}")
@@ -436,15 +436,15 @@ def host_of(
     raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}", hint=hint)
 
 
-def unfit(host: Host, family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
+def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
     """Why an output class cannot carry a target, or an engine does not run it; None if nothing is in the way."""
-    if family.traits(source.config).sinks and not host.keeps_sinks:
+    if family.traits.sinks and not host.keeps_sinks:
         return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
-    if reason := host.refuses(family, source.config, target):
+    if reason := host.refuses(family, target):
         return reason
     if target.layer_ranks is not None and not host.ranks_per_layer:
         return "the latents of its layers have one rank"
-    if engine and engine.name not in host.engines(family, source.config):
+    if engine and engine.name not in host.engines(family):
         return f"{engine.name} does not run it, as far as was tried"
     return None
 

@@ -32,12 +32,12 @@ class LatentBounds:
     @cached_property
     def before(self) -> AttentionSpec:
         """The source's attention."""
-        return self.family.spec(self.source.config)
+        return self.family.spec
 
     @cached_property
     def rotary_dim(self) -> int:
         """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-        return rotary_dim(self.source, self.family)
+        return rotary_dim(self.family)
 
     @property
     def rotary_keys(self) -> int:
@@ -54,8 +54,8 @@ class LatentBounds:
 
         Keys and values behind QK-norm or a clamp are not linear in the layer's input, so its width does not bound them.
         """
-        dims = self.family.latent_dims(self.source.config, rope_dim)
-        if self.family.needs_projections(self.source.config):
+        dims = self.family.latent_dims(rope_dim)
+        if self.family.needs_projections:
             return dims
         return min(self.source.decoder.hidden_size, dims)
 
@@ -76,12 +76,12 @@ class LatentBounds:
         )
 
 
-def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> AttentionSpec:
+def smallest_latent(family: Family) -> AttentionSpec:
     """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
-    return before.latent(1, min(2, rotary_dim(source, family)))
+    return family.spec.latent(1, min(2, rotary_dim(family)))
 
 
-def rotary_dim(source: Source, family: Family) -> int:
+def rotary_dim(family: Family) -> int:
     """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-    rotary = family.first_rotary(source.config)
+    rotary = family.first_rotary
     return rotary.dims if rotary else 0

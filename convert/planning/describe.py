@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import Calibrated
@@ -51,7 +50,7 @@ class Facts(dict[str, Any]):
 def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
-    spec = family.spec(source.config)
+    spec = family.spec
     host, _ = _carrier(source, family, spec, "mla")
     context = source.longest_context
     facts = {
@@ -67,7 +66,7 @@ def inspection(source: Source) -> Facts:
         **({} if spec.layer_ranks is None else {"kv_lora_ranks": list(spec.layer_ranks)}),
         **({} if spec.kv_lora_rank is None else {"kv_lora_rank": spec.kv_lora_rank, "qk_nope_head_dim": spec.qk_nope_head_dim}),
         "max_positions": source.max_positions,
-        **family.describe(source.config),
+        **family.describe(),
         "cache_dtype": source.dtype,
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype, context),
         **({"kv_context": context} if spec.is_cut(context) else {}),
@@ -122,7 +121,7 @@ def _carrier(
 ) -> tuple[Host | None, str | None]:
     """The output class of a kind of target; or None and the reason."""
     try:
-        target = smallest_latent(source, family, spec) if kind == "mla" else spec.grouped(1)
+        target = smallest_latent(family) if kind == "mla" else spec.grouped(1)
         return host_of(HOSTS[kind], family, source, target, engine), None
     except Refusal as error:
         return None, str(error)
@@ -173,8 +172,8 @@ def capacity(
     from eval.machine.capacity import count_parameters, fit
 
     family = readable(source)
-    config, spec = source.config, family.spec(source.config)
-    whole, own = count_parameters(config, source.trust_remote_code), _parameters(partial(family.shapes, config), spec)
+    spec = family.spec
+    whole, own = count_parameters(source.config), _parameters(family.shapes, spec)
     rows = []
 
     def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
@@ -192,12 +191,12 @@ def capacity(
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
         if target == spec:
-            add(target, partial(family.shapes, config), None)
+            add(target, family.shapes, None)
         elif carrier := hosts[kind][0]:
-            sized = carrier.sized(source.raw, config, target)
+            sized = carrier.sized(source.raw, family, target)
             made = (carrier, family, target)
-            engines = running(*made, config) if cache_dtype in (None, dtype) else storing(*made, cache_dtype, config)
-            add(target, partial(carrier.layout(family).shapes, sized), engines)
+            engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
+            add(target, carrier.layout(family).of(sized).shapes, engines)
     facts = {
         "model": source.reference,
         "dtype": dtype,

@@ -62,9 +62,9 @@ def plan_grouped(
     require_device(request.device)
     source, output, device = request.source, request.output, compute_device(request.device)
     family = convertible(source)
-    before = family.spec(source.config)
+    before = family.spec
     spec = before.grouped(groups)
-    require_proved(family, source.config)
+    require_proved(family)
     kind = "mqa" if groups == 1 else "gqa"
     stored_dtype(source, output)  # refuses what no engine serves
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
@@ -73,10 +73,10 @@ def plan_grouped(
     require_held(host, family, source)
     if engine:
         require_stored(engine, cache_dtype, engine.stores(host, spec))
-    behind = host.reads_projections(family, source.config)
+    behind = host.reads_projections(family)
     spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
     changes = spec != before or rounding_of(cache_dtype) is not None
-    traits = family.traits(source.config)
+    traits = family.traits
     if changes and not behind:
         _check_clip(source, method, traits, cache_dtype)
     text = calibration_for(source, method, request.calibration, methods.GROUPED)
@@ -88,10 +88,10 @@ def plan_grouped(
         )
     remarks = tuple(text_notes(method, text, traits.behind_projections if behind else traits))
     if spec != before:
-        notes = (*_inexact(family, source, spec, engine, method, behind), *host.notes(source.config))
+        notes = (*_inexact(family, spec, engine, method, behind), *host.notes(family))
     elif changes:
         stay = f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}"
-        notes = (stay, *host.notes(source.config))
+        notes = (stay, *host.notes(family))
     else:
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         notes = (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
@@ -126,19 +126,18 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dty
     )
 
 
-def _inexact(
-    family: Family, source: Source, target: AttentionSpec, engine: Engine | None, method: GroupedMethod, behind: bool
-) -> list[str]:
+def _inexact(family: Family, target: AttentionSpec, engine: Engine | None, method: GroupedMethod, behind: bool) -> list[str]:
     """Notes on norms before which heads are merged; there are none if heads are shared `behind` the source's projections."""
     notes: list[str] = []
     if behind:
         return notes
-    if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
+    norm = family.traits.qk_norm
+    if method.text is not TextUse.IGNORED and norm:
         note = "queries and keys are normalised, which costs in this class"
         kvfolds = [host for host in HOSTS["gqa"] if host.kind == "kvfold"]
-        if any(unfit(host, family, source, target, engine) is None for host in kvfolds):
+        if any(unfit(host, family, target, engine) is None for host in kvfolds):
             note += "; gqa --class kvfold shares keys behind that, for less"
         notes.append(note)
-    if family.merges_norm_gains(source.config):
+    if norm and norm.per_head:
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return notes

@@ -41,7 +41,7 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
     try:
         twin = Twin(source.config)
         before = twin.logits(twin.text())
-        made = _full_size(host, family, twin, method)
+        made = _full_size(host, family.of(twin.config), twin, method)
         after = made(twin.text(), use_cache=False).logits
         require_decoding(made)
     except Exception as error:  # classes raise errors of many kinds
@@ -58,18 +58,18 @@ def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod | No
     from convert.methods.latent import Allocation
     from convert.methods.statistics import Statistics
 
-    config, spec, rotary = twin.config, family.spec(twin.config), family.first_rotary(twin.config)
+    config, spec, rotary = twin.config, family.spec, family.first_rotary
     pairs = tuple(pair for pair in range(len(rotary.frequencies)) for _ in range(spec.num_kv_heads)) if rotary else ()
-    target = spec.latent(family.latent_dims(config, 2 * len(pairs)), 2 * len(pairs)) if method else spec
+    target = spec.latent(family.latent_dims(2 * len(pairs)), 2 * len(pairs)) if method else spec
     allocation = Allocation(target.kv_lora_rank or 0, pairs, rotary=rotary, nope_dims=target.qk_nope_head_dim)
     state, layout = twin.model.state_dict(), host.layout(family)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(spec.num_layers):
-        record: Record = family.split({name: state.pop(name) for name in family.shapes(config, layer)}, config, layer)
+        record: Record = family.split({name: state.pop(name) for name in family.shapes(layer)}, layer)
         assert isinstance(record, Attention), "experiments find heads"
         statistics = Statistics.assumed(config.hidden_size)
-        if host.reads_projections(family, config):
-            record = record.on_projected_inputs(family.traits(config).clip)
+        if host.reads_projections(family):
+            record = record.on_projected_inputs(family.traits.clip)
             assert record.projections is not None
             statistics = statistics.behind(record.projections)
         if method:
@@ -77,6 +77,6 @@ def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod | No
         tensors |= layout.join(record, target, layer)
     tensors |= {kept: tensor for name, tensor in state.items() if (kept := layout.beside(name)) is not None}
     chosen = rotary.select(pairs, "half") if rotary and method else None
-    model = KvfoldForCausalLM(KvfoldConfig(**host.config(config.to_dict(), config, target, chosen))).float().eval()
+    model = KvfoldForCausalLM(KvfoldConfig(**host.config(config.to_dict(), family, target, chosen))).float().eval()
     model.load_state_dict(tensors)
     return model

@@ -57,11 +57,11 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     family = convertible(source)
     if isinstance(family, NormalisedLatent):
         raise Refusal(
-            f"{source.reference} has latent attention already ({family.spec(source.config).kind}), and kvfold makes a smaller "
+            f"{source.reference} has latent attention already ({family.spec.kind}), and kvfold makes a smaller "
             "latent only of results of its own",
             hint="convert a model that caches keys and values, or the original of a portable result",
         )
-    require_proved(family, source.config)
+    require_proved(family)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(
             "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"
@@ -77,7 +77,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
         target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     text = _text(source, method, request.calibration, bounds.host, size)
-    remarks = text_notes(method, text, family.traits(source.config).behind_projections)
+    remarks = text_notes(method, text, family.traits.behind_projections)
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
     require_room_to_write(source, text, device)
@@ -86,17 +86,17 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
 
 def _host(source: Source, family: Family, size: LatentSize, engine: Engine | None) -> Host:
     """The first output class that carries a latent of the source."""
-    smallest = smallest_latent(source, family, before := family.spec(source.config))
+    smallest = smallest_latent(family)
     if size.per_layer_ranks:
-        smallest = replace(smallest, layer_ranks=(1,) * before.num_layers)
+        smallest = replace(smallest, layer_ranks=(1,) * family.spec.num_layers)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
-    return host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
+    return host_of(hosts, family, source, smallest, engine, portable_hint(family, smallest, engine))
 
 
 def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
     """The target, with what the engine's user should know of it; refused if the engine does not run it."""
     require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
-    objection = engine.objection(bounds.host, bounds.family, target.spec, bounds.source.config)
+    objection = engine.objection(bounds.host, bounds.family, target.spec)
     if objection is not None:
         raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
     note = engine.note(bounds.before)

@@ -41,13 +41,13 @@ def with_default_healing(source: Source, calibration: Calibration | None, device
     """
     if calibration is None or calibration.heal is not None:
         return calibration
-    needed = _TO_HEAL * count_parameters(source.config, source.trust_remote_code)
+    needed = _TO_HEAL * count_parameters(source.config)
     return replace(calibration, heal=min(HEALED, calibration.tokens) if needed <= _SHARE * whole_memory(device) else 0)
 
 
 def lacks_room(source: Source, device: Any) -> str | None:
     """The memory that a whole model lacks on a device, or None."""
-    needed, free = _BYTES * count_parameters(source.config, source.trust_remote_code), free_memory(device)
+    needed, free = _BYTES * count_parameters(source.config), free_memory(device)
     if needed <= free:
         return None
     return f"it takes {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import CalibrationOptions
-    from eval.inputs.source import Source
 
 
 def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
@@ -42,9 +41,9 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
     return replace(options, refit=True)
 
 
-def portable_hint(family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
+def portable_hint(family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
     """The next step if no other class is for the engine; None if this one is not, either."""
     for host in PORTABLE:
-        if engine and unfit(host, family, source, target, engine) is None:
+        if engine and unfit(host, family, target, engine) is None:
             return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
     return None

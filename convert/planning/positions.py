@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED
-from convert.families.reading.inside import decoder_of
+from convert.families.base import decoder_of
 
 _ORIGINAL = "original_max_position_embeddings"
 _OLD = "rope_scaling"  # what older configs call RoPE's parameters, and what classes read first

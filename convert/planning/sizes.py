@@ -118,7 +118,7 @@ class Sizing:
         form, bounds = target.cache_dtype, self.bounds
         if form is None:
             return f"--cache-dtype auto is {self.dtype}: no format of fewer bits was tried with that engine"
-        engines = storing(bounds.host, bounds.family, target.spec, form, bounds.source.config)
+        engines = storing(bounds.host, bounds.family, target.spec, form)
         return f"--cache-dtype auto is {form} at this budget, which runs in {' and '.join(engines)}"
 
     def _budget(self, request: LatentSize) -> tuple[float, float]:
@@ -282,7 +282,7 @@ class Sizing:
             yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
         else:
             yield _channels_note(rank, target.channels, host)
-            yield from host.notes(source.config)
+            yield from host.notes(self.bounds.family)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:

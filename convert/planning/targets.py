@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from convert.methods.latent import Allocation, LatentMethod
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
-    from eval.inputs.source import Source
+    from convert.families import Family
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class GroupedTarget:
         """The sizes of the result, for `--json`."""
         return {"kv_heads_after": self.spec.num_kv_heads}
 
-    def config(self, source: Source, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        """The new config.json; `spec` has the sizes of the result."""
-        return self.host.config(source.raw, source.config, spec, rotary)
+    def config(self, raw: Mapping[str, Any], family: Family, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """The new config.json, as of `Host.config`."""
+        return self.host.config(raw, family, spec, rotary)
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """As of `LatentTarget`."""
@@ -115,9 +116,9 @@ class LatentTarget:
         """The sizes of the result, for `--json`."""
         return {**self.recipe(), "latent_channels": self.channels}
 
-    def config(self, source: Source, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def config(self, raw: Mapping[str, Any], family: Family, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """As of `GroupedTarget`; `rotary` is the rotary embedding of its RoPE key."""
-        return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, spec, rotary)
+        return dict(raw) if self.copies else self.host.config(raw, family, spec, rotary)
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """The steps that follow the method in each layer, in order, by their names in `convert.execute.steps`.

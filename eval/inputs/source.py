@@ -7,7 +7,7 @@ import json
 import struct
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +82,10 @@ class Source:
                 f"no model directory {reference!r}", hint="give a directory with a config.json, a GGUF file or a Hub id"
             )
         return cls(reference, None, repository, revision or None, trust_remote_code)
+
+    def beside(self, reference: str | Path, label: str | None = None) -> Source:
+        """Another checkpoint, such as one made of this one, with the same consent to code. Raises as `parse`."""
+        return replace(Source.parse(str(reference), self.trust_remote_code), label=label)
 
     @property
     def name(self) -> str:

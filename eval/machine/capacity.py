@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attention.auto import auto_class
+from attention.auto import from_config
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 
@@ -71,7 +71,7 @@ def _plain(name: str) -> str:
     return name.casefold().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("rtx")
 
 
-def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
+def without_weights(config: Any) -> Any:
     """The causal LM that `config` describes, on the meta device, without allocating memory.
 
     Raises:
@@ -82,7 +82,7 @@ def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
     try:
         # accelerate's `init_empty_weights` allocates each tensor before it moves it: a large one may not fit.
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            model = from_config(config)
     except Exception as error:  # classes raise errors of many kinds on settings that they do not know
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error
@@ -90,13 +90,13 @@ def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
     return model
 
 
-def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
+def count_parameters(config: Any) -> int:
     """Count the parameters of the causal LM that `config` describes, tied ones once, without allocating memory.
 
     Raises:
         Refusal: transformers cannot build a model from `config`.
     """
-    return sum(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
+    return sum(parameter.numel() for parameter in without_weights(config).parameters())
 
 
 def fit(

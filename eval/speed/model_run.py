@@ -43,7 +43,7 @@ def model_runs(source: Source, dtype: str, device: torch.device, stock: bool) ->
     """
     spec = AttentionSpec.from_config(source.config)
     dtype = compute_dtype(source, dtype, device.type)
-    weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
+    weights = count_parameters(source.config) * dtype_bytes(dtype)
     ours = spec.kind != "MHA"
     return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and stock else (ours,))]
 

@@ -94,11 +94,11 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
     with torch.inference_mode():
         model(tokens(2, LENGTH))
         for layer, (x, out) in enumerate(calls):
-            tensors = {name: model.state_dict()[name] for name in family.shapes(model.config, layer)}
-            record = family.split(tensors, model.config, layer)
+            tensors = {name: model.state_dict()[name] for name in family.of(model.config).shapes(layer)}
+            record = family.of(model.config).split(tensors, layer)
             expected = grouped_attention(x, record)
             assert error(out, expected) < 3e-6
-            back = family.join(record, family.spec(model.config), layer)
+            back = family.join(record, family.of(model.config).spec, layer)
             assert back.keys() == tensors.keys()
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 

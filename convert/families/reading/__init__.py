@@ -11,10 +11,9 @@ from typing import Any
 from attention.errors import Refusal, one_line
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
-from convert.families.base import unmodelled_fields
+from convert.families.base import decoder_of, unmodelled_fields
 from convert.families.deepseek import V3
-from convert.families.kvfold import KvfoldProjections
-from convert.families.reading.inside import decoder_of
+from convert.families.kvfold import around
 
 _log = logging.getLogger("kvfold")
 
@@ -46,14 +45,15 @@ _COVERED = re.compile(
 )
 
 
-def require_proved(family: Family, config: Any) -> None:
+def require_proved(family: Family) -> None:
     """Refuse a config that a row reads wrongly: where fields are set that the rows' tests do not cover, a small twin decides.
 
     Raises:
         Refusal: The twin's attention computes something else than the row says.
     """
-    if family.needs_code or not family.in_engines or unmodelled_fields(family.traits(config).behind_projections):
+    if family.needs_code or not family.in_engines or unmodelled_fields(family.traits.behind_projections):
         return  # the last: the row itself says that its class does more
+    config = family.config
     odd: list[str] = []
     try:
         usual = vars(type(config)())
@@ -62,8 +62,7 @@ def require_proved(family: Family, config: Any) -> None:
             return
         from convert.families.reading.twin import Twin, disproof
 
-        twin = Twin(config)
-        wrong = disproof(family.for_config(twin.config), twin)
+        wrong = disproof(family, Twin(config))
     except Exception as error:  # classes raise errors of many kinds; then the proof of the tests stands
         _log.warning("not proved whether %s change its attention: %s", ", ".join(odd) or "its settings", one_line(error, 200))
         return
@@ -85,18 +84,18 @@ def _before_latents(config: Any) -> Any:
 
 
 def family_for(config: Any) -> Family:
-    """The family of checkpoints with this config.
+    """The family of checkpoints with this config, bound to it.
 
     Raises:
         Refusal: As of `convert.families.family_of`, or of `convert.families.reading.experiments.find`.
     """
     if config.model_type == MODEL_TYPE:
-        return KvfoldProjections(family_for(_before_latents(config)))
+        return around(family_for(_before_latents(config)), config)
     alone = decoder_of(config) is config
     if (alone and config.model_type in FAMILIES) or config.model_type in UNREAD:
-        return family_of(config.model_type)
+        return family_of(config.model_type).of(config)
     if alone and config.model_type in COUNTED:
-        return replace(V3, model_type=config.model_type)
+        return replace(V3, model_type=config.model_type, config=config)
     from convert.families.reading.experiments import find  # takes torch
 
     return find(config)

@@ -1,16 +1,13 @@
 """Reads a model type that has no row by experiments on small twins of its class (`twin.py`).
 
 A record that the search finds (`search.py`) has to compute what two twins do, and the layers of the class itself must not
-differ otherwise. If none does, the type is refused, and the refusal says what differs: parameters that no record has,
-or a field of the config without which it would be read.
+differ otherwise. If none does, the type is refused, and the refusal says what is in the way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,16 +18,13 @@ from attention.auto import has_class
 from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.base import Family
+from convert.families.base import Family, decoder_of
 from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
-from convert.families.reading.inside import Inside, decoder_of
 from convert.families.reading.search import Search, Unexplained, Unread, projections
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from convert.families.separate import SeparateProjections
 from eval.machine.capacity import without_weights
-
-_SIZES = re.compile("^n_|^num_|_size$|_dim$|_id$|_position_embeddings$|^rms_norm|_eps$|dropout|^use_cache$|^is_|initializer")
 
 
 def find(config: Any) -> Family:
@@ -41,24 +35,18 @@ def find(config: Any) -> Family:
     """
     stated = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if stated not in _FOUND:
-        _FOUND[stated] = _found_or_refused(config)
+        try:
+            _FOUND[stated] = _found(config)
+        except Unread as why:
+            runs = "`convert eval` measures it all the same; " if isinstance(why, Unexplained) else ""
+            hint = f"{runs}`convert families` lists the types that can be read"
+            _FOUND[stated] = Refusal(f"model type {config.model_type!r} cannot be read: {why}", hint=hint)
     if isinstance(found := _FOUND[stated], Refusal):
         raise found
-    return found
+    return replace(found, config=config)
 
 
 _FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take about a second
-
-
-def _found_or_refused(config: Any) -> Family | Refusal:
-    try:
-        return _found(config)
-    except Unread as why:
-        blamed = _blamed(config) if isinstance(why, Unexplained) else None
-        reason = f"it would be read without {blamed}" if blamed else str(why)
-        runs = "`convert eval` measures it all the same; " if isinstance(why, Unexplained) else ""
-        hint = f"{runs}`convert families` lists the types that can be read"
-        return Refusal(f"model type {config.model_type!r} cannot be read: {reason}", hint=hint)
 
 
 def _found(config: Any) -> Family:
@@ -69,7 +57,7 @@ def _found(config: Any) -> Family:
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     family = _inside(config, twin)
-    if isinstance(family, Inside) and isinstance(family.inner, LatentLayout):
+    if isinstance(family, LatentLayout):
         return family
     if spec.kv_lora_rank is not None:
         raise Unread(f"it is a published model with latent attention ({spec.kind}), of which kvfold makes no smaller latent")
@@ -107,7 +95,7 @@ def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
     """A layer of the class itself whose attention is set otherwise than the first of its kind, which the twin has; or None."""
     model = without_weights(config)
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
-    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(family.spec(config).num_layers)]
+    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(decoder_of(config).num_hidden_layers)]
     numbers = {name for name in found[0] if len({settings.get(name) for settings in found}) == len(found) > 1}
     for layer, kind in enumerate(kinds(config, twin.lists)):
         settings = {name: value for name, value in found[layer].items() if name not in numbers}
@@ -126,10 +114,9 @@ def _inside(config: Any, twin: Twin) -> Family | None:
     decoder = decoder_of(config)
     if decoder is config or decoder.model_type not in FAMILIES:
         return None
-    row = FAMILIES[decoder.model_type].for_config(decoder)
     path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
-    family = Inside(row, path, config.model_type)
-    if isinstance(row, LatentLayout):  # as kvfold writes it; random weights do not have its constants
+    family = FAMILIES[decoder.model_type].of(decoder).inside(path, config)
+    if isinstance(family, LatentLayout):  # as kvfold writes it; random weights do not have its constants
         return family
     with contextlib.suppress(Exception):  # a stray field, which another family knows better
         return family if disproof(family, twin) is None else None
@@ -154,29 +141,10 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         if type(row) is SeparateProjections:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
-            family = copy.copy(row.for_config(twin.config))
-            object.__setattr__(family, "model_type", config.model_type)
-            object.__setattr__(family, "keeps_names", True)
-            object.__setattr__(family, "in_engines", False)
+            family = replace(row.of(twin.config), model_type=config.model_type, keeps_names=True, in_engines=False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
-            wanted = {
-                name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(twin.config, layer).items()
-            }
+            wanted = {name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(layer).items()}
             there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
-            if wanted == there and family.unreadable(twin.config) is None and disproof(family, twin) is None:
+            if wanted == there and family.unreadable is None and disproof(family, twin) is None:
                 return family
-    return None
-
-
-def _blamed(config: Any) -> str | None:
-    """A field of the config, and its value, without which the type could be read; None if no single one is."""
-    for name, value in vars(config).items():
-        if name.startswith("_") or not isinstance(value, (bool, int, float)) or not value or _SIZES.search(name):
-            continue
-        for without in (False,) if value is True else (None, type(value)()):
-            changed = copy.deepcopy(config)
-            with contextlib.suppress(Exception):  # configs check their fields by errors of many kinds
-                setattr(changed, name, without)
-                _found(changed)
-                return f"{name} {value} in config.json"
     return None

@@ -13,7 +13,6 @@ from attention.record import Attention, Record
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm, Traits
-from convert.families.reading.inside import decoder_of
 from convert.families.reading.twin import kinds
 from convert.families.stacked import PARTS, StackedProjections
 
@@ -72,38 +71,36 @@ class Found(StackedProjections):
     input: InputNorm | None = None
     far_queries: float | None = None
     sinks: str | None = None
-    keeps_names = True
-    in_engines = False
+    keeps_names: bool = True
+    in_engines: bool = False
 
-    def traits(self, config: Any) -> Traits:
-        rotated = sum(self.reading(config, layer).pairing is not None for layer in range(self.spec(config).num_layers))
-        traits = replace(super().traits(decoder_of(config)), layers_with_rotary=rotated, sinks=self.sinks is not None)
+    @property
+    def traits(self) -> Traits:
+        rotated = sum(self.reading(layer).pairing is not None for layer in range(self.spec.num_layers))
+        traits = replace(super().traits, layers_with_rotary=rotated, sinks=self.sinks is not None)
         if self.far_queries is None:
             return traits
         return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
 
-    def unreadable(self, config: Any) -> str | None:
-        return super().unreadable(decoder_of(config))
+    def reading(self, layer: int) -> Reading:
+        return dict(self.readings)[kinds(self.config, self.lists)[layer]]
 
-    def reading(self, config: Any, layer: int) -> Reading:
-        return dict(self.readings)[kinds(config, self.lists)[layer]]
+    def rotary(self, layer: int) -> rope.Rotary | None:
+        return self.reading(layer).rotary(self.decoder, self.spec.head_dim, layer)
 
-    def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
-        return self.reading(config, layer).rotary(decoder_of(config), self.spec(config).head_dim, layer)
+    def window(self, layer: int) -> int | None:
+        return self.scoring(layer).window
 
-    def window(self, config: Any, layer: int) -> int | None:
-        return self.scoring(config, layer).window
+    def scoring(self, layer: int) -> Scoring:
+        return self.reading(layer).scoring(self.decoder)
 
-    def scoring(self, config: Any, layer: int) -> Scoring:
-        return self.reading(config, layer).scoring(decoder_of(config))
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        shapes = self._renamed(super().shapes(layer), layer, _NAMES, self.projections)
+        return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec.num_heads,)}
 
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        shapes = self._renamed(super().shapes(decoder_of(config), layer), layer, _NAMES, self.projections)
-        return shapes if self.sinks is None else shapes | {self._of_sinks(layer): (self.spec(config).num_heads,)}
-
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
         own = {name: tensor for name, tensor in tensors.items() if self.sinks is None or name != self._of_sinks(layer)}
-        record = super().split(self._renamed(own, layer, self.projections, _NAMES), decoder_of(config), layer)
+        record = super().split(self._renamed(own, layer, self.projections, _NAMES), layer)
         return record if self.sinks is None else replace(record, sinks=tensors[self._of_sinks(layer)])
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ class Unread(Exception):
 
 
 class Unexplained(Unread):
-    """The same, of an attention whose parameters a record has: a field of the config may be in the way."""
+    """The same, of an attention whose parameters a record has: what it computes is in the way."""
 
 
 # ---- where the projections are -------------------------------------------------------------------------------------------
@@ -157,6 +157,7 @@ class Search:
         (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
         family = Found(
             config.model_type,
+            config=self.twin.config,
             qkv_bias=biases[0],
             o_bias=biases[-1],
             norm=row and replace(row, q=q_norm, k=k_norm),
@@ -203,7 +204,7 @@ class Search:
 
     def _sinks(self, family: Found) -> str | None:
         """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
-        wanted, prefix = family.shapes(self.twin.config, 0), f"{family.module(0)}."
+        wanted, prefix = family.shapes(0), f"{family.module(0)}."
         more = {name: tensor.shape for name, tensor in self.twin.parameters.items() if name.startswith(prefix)}
         found = [name for name, shape in more.items() if name not in wanted and shape == (self.spec.num_heads,)]
         return found[0].removeprefix(prefix) if len(found) == 1 else None
@@ -214,7 +215,7 @@ class Search:
         for layer, stands_for in enumerate(self.twin.layers):
             prefix = f"{family.module(layer)}."
             there = {name for name in parameters if name.startswith(prefix)}
-            wanted = family.shapes(self.twin.config, layer)
+            wanted = family.shapes(layer)
             if more := sorted(name.removeprefix(prefix) for name in there - wanted.keys()):
                 raise Unread(f"its attention has {', '.join(more)} besides projections of queries, keys, values and outputs")
             if any(name not in state or state[name].shape != shape for name, shape in wanted.items()):
@@ -273,7 +274,7 @@ class Search:
         """What a layer's attention computes."""
         config, path = self.twin.decoder, family.module(layer)
         state, call = self.twin.state, self.calls[path]
-        record = family.split({name: state[name].double() for name in family.shapes(config, layer)}, config, layer)
+        record = family.split({name: state[name].double() for name in family.shapes(layer)}, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
         kept = [
             value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100

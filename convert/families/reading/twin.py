@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import set_module_tensor_to_device
 
-from attention.auto import auto_class
+from attention.auto import from_config
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
-from convert.families.reading.inside import decoder_of
+from convert.families.base import decoder_of
 
 if TYPE_CHECKING:
     from attention.record import Record
@@ -101,7 +101,7 @@ class Twin:
         self.config, self.layers = _shrunk(config, shape)
         ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
         with _silent(), init_empty_weights(include_buffers=False), no_init_weights():
-            self.model = auto_class(self.config).from_config(self.config, dtype=torch.float32, **ways).eval()
+            self.model = from_config(self.config, dtype=torch.float32, **ways).eval()
         self.model.tie_weights()
         self._fill()
 
@@ -238,22 +238,22 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
     """What a family says wrongly of a twin's class, or None: the layer, and where in a text.
 
     Args:
-        family: Of the class.
+        family: Of the class, bound to any config.
         twin: Of the class.
         starts: Positions at which the texts begin; without any, the first, a far one and the last possible one.
     """
     state = {name: tensor.double() for name, tensor in twin.state.items() if tensor.is_floating_point()}
-    clip = family.traits(twin.config).clip
+    family = family.of(twin.config)
     for start in dict.fromkeys(starts or (0, min(_FAR, twin.farthest), twin.farthest)):
         calls = twin.calls(start)
         for layer, stands_for in enumerate(twin.layers):
-            module, output, wanted = family.module(layer), family.output(layer), family.shapes(twin.config, layer)
+            module, output, wanted = family.module(layer), family.output(layer), family.shapes(layer)
             for name in (*wanted, module, output):
                 if name not in state and name not in calls:
                     return f"layer {stands_for} of its class has no {name}"
-            ours = family.split({name: state[name] for name in wanted}, twin.config, layer)
-            if clip is not None and isinstance(ours, Attention):
-                ours = ours.on_projected_inputs(clip)
+            ours = family.split({name: state[name] for name in wanted}, layer)
+            if family.traits.clip is not None and isinstance(ours, Attention):
+                ours = ours.on_projected_inputs(family.traits.clip)
             read, gave = calls[module].read.double(), calls[output].gave.double()
             if not near(computed(ours, read, start), gave, twin.shape.equal + start * _ANGLE):
                 return f"layer {stands_for} computes something else than its config says, at positions from {start} on"

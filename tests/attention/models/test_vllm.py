@@ -135,8 +135,9 @@ def test_the_base_model_has_the_weights_of_the_class_with_a_head(model_type: str
     from convert.hosts.kvfold import HOST
 
     source = tiny_config(model_type, **({"use_qk_norm": True} if model_type == "cohere" else {}))
-    target = FAMILIES[model_type].spec(source).grouped(2)
-    config = AutoConfig.for_model(**HOST.config(source.to_dict() | {"dtype": "float32"}, source, target, None))
+    family = FAMILIES[model_type].of(source)
+    raw = source.to_dict() | {"dtype": "float32"}
+    config = AutoConfig.for_model(**HOST.config(raw, family, family.spec.grouped(2), None))
     assert isinstance(config, KvfoldConfig)
     whole, base = KvfoldForCausalLM(config).eval(), KvfoldModel(config).eval()
     weights = {name.removeprefix("model."): tensor for name, tensor in whole.state_dict().items()}

@@ -44,11 +44,10 @@ def test_the_same_layer_is_the_same_bytes(file: Path, tmp_path: Path) -> None:
     assert file.read_bytes() == first
 
 
-@pytest.mark.parametrize("bit", [1, 128])
-def test_no_flipped_bit_goes_unnoticed(bit: int, file: Path) -> None:
+def test_no_flipped_bit_goes_unnoticed(file: Path) -> None:
     whole = file.read_bytes()
     for place in range(len(whole)):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 if place % 2 else 128)]) + whole[place + 1 :])
         assert not Shelf(file.parent, "layer").has(0), place
 
 

@@ -37,7 +37,7 @@ def test_quantised_experts_are_refused_before_weights_are_read(convert: Any, tmp
 def test_a_window_counts_if_it_is_on(model_type: str) -> None:
     def windows(**changes: Any) -> set[int | None]:
         config = tiny_config(model_type, sliding_window=64, max_window_layers=2, num_hidden_layers=4, **changes)
-        return {FAMILIES[model_type].scoring(config, layer).window for layer in range(config.num_hidden_layers)}
+        return {FAMILIES[model_type].of(config).scoring(layer).window for layer in range(config.num_hidden_layers)}
 
     assert 64 in windows(use_sliding_window=True)
     assert windows(use_sliding_window=False) == {None}
@@ -46,17 +46,17 @@ def test_a_window_counts_if_it_is_on(model_type: str) -> None:
 def test_local_layers_have_windows() -> None:
     local, plain = tiny_config("gpt_neo", window_size=64), tiny_config("gpt_neo", attention_types=[[["global"], 3]])
     family = FAMILIES["gpt_neo"]
-    assert [family.scoring(local, layer).window for layer in range(3)] == [64, None, None]
-    assert [family.scoring(plain, layer).window for layer in range(3)] == [None] * 3
+    assert [family.of(local).scoring(layer).window for layer in range(3)] == [64, None, None]
+    assert [family.of(plain).scoring(layer).window for layer in range(3)] == [None] * 3
 
 
-def test_a_cap_that_the_class_ignores_is_refused(convert: Any, tmp_path: Any) -> None:
-    tiny_config("gemma3_text", attn_logit_softcapping=50.0).save_pretrained(tmp_path)
-    refused(convert("mqa", tmp_path, tmp_path / "out"), 2, "attn_logit_softcapping, which its class of transformers ignores")
+def test_a_cap_that_the_class_ignores_is_refused() -> None:
+    capped = FAMILIES["gemma3_text"].of(tiny_config("gemma3_text", attn_logit_softcapping=50.0))
+    assert capped.unreadable == "config.json sets attn_logit_softcapping, which its class of transformers ignores"
 
 
 def test_attention_is_known_but_for_what_no_record_says() -> None:
     known = tiny_config("gemma2", attn_logit_softcapping=50.0, sliding_window=8)
-    assert unmodelled_fields(FAMILIES["gemma2"].traits(known)) == []
+    assert unmodelled_fields(FAMILIES["gemma2"].of(known).traits) == []
     both_ways = tiny_config("gemma2", use_bidirectional_attention=True)
-    assert unmodelled_fields(FAMILIES["gemma2"].traits(both_ways)) == ["use_bidirectional_attention"]
+    assert unmodelled_fields(FAMILIES["gemma2"].of(both_ways).traits) == ["use_bidirectional_attention"]

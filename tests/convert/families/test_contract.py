@@ -13,6 +13,7 @@ import torch
 from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rows import REPRESENTATIVES, rows
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
 from attention.record import Attention
@@ -57,14 +58,14 @@ def any_size(data: st.DataObject, model_type: str) -> Any:
 
 # Tensors of a latent have to be what kvfold writes, or to have a norm: tests/convert/families has a file for either.
 @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.has_heads])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> None:
     config = any_size(data, model_type)
-    family = FAMILIES[model_type].for_config(config)
+    family = FAMILIES[model_type].of(config)
     layer = data.draw(st.integers(0, config.num_hidden_layers - 1), "layer")
     record = comes_back(family, config, layer, data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    spec = family.spec(config)
+    spec = family.spec
     assert record.q.shape == (spec.num_heads, spec.head_dim, config.hidden_size)
     assert record.k.shape == record.v.shape == (spec.num_kv_heads, spec.head_dim, config.hidden_size)
 
@@ -73,7 +74,7 @@ def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> N
 def test_a_split_copies_nothing_that_a_method_may_leave_alone(family: Family) -> None:
     model = seen(family.model_type).model
     tensors = layer_tensors(model, family, 0)
-    back = family.join(family.split(tensors, model.config, 0), family.spec(model.config), 0)
+    back = family.join(family.split(tensors, 0), family.spec, 0)
     projections = [name for name in tensors if "_proj" in name or "dense" in name]
     assert projections
     for name in projections:
@@ -98,7 +99,7 @@ def layer_of(model: Any, family: Family, layer: int) -> Any:
 
 
 def looked_at(model: Any) -> Seen:
-    family = FAMILIES[model.config.model_type].for_config(model.config)
+    family = FAMILIES[model.config.model_type].of(model.config)
     found = Seen(model, family, [], [], [])
 
     def keep(into: list[torch.Tensor]) -> Any:
@@ -132,7 +133,7 @@ def seen(model_type: str, on: bool = True) -> Seen:
 def computes_what_the_class_computes(found: Seen) -> None:
     model, family = found.model, found.family
     for layer, (x, out) in enumerate(zip(found.inputs, found.outputs, strict=True)):
-        record = family.split(layer_tensors(model, family, layer), model.config, layer)
+        record = family.split(layer_tensors(model, family, layer), layer)
         with torch.inference_mode():
             ours = grouped_attention(x, record) if isinstance(record, Attention) else latent_attention(x, record)
         assert (ours - out).norm() / out.norm() < 3e-6, f"layer {layer}"
@@ -181,7 +182,7 @@ def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
     there = {name: tuple(t.shape) for name, t in model.state_dict().items() if name.startswith(inside)}
     named = {}
     for layer in range(model.config.num_hidden_layers):
-        named |= family.shapes(model.config, layer)
+        named |= family.shapes(layer)
     assert named == there
 
 
@@ -189,7 +190,7 @@ def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
 def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None:
     model, family = seen(model_type)[:2]
     for layer in range(model.config.num_hidden_layers):
-        record = family.split(layer_tensors(model, family, layer), model.config, layer)
+        record = family.split(layer_tensors(model, family, layer), layer)
         module = model.get_submodule(family.output(layer))
         assert family.output(layer).startswith(family.module(layer) + ".")
         weight = module.weight.mT if type(module).__name__ == "Conv1D" else module.weight
@@ -253,7 +254,7 @@ CHANGED = {"residual_multiplier": 0.5, "use_parallel_residual": True}
 
 
 @pytest.mark.parametrize("changes", [{}, CHANGED], ids=["plain", "changed"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", rows(FAMILIES, (*REPRESENTATIVES, "granite")))
 def test_what_is_said_to_add_its_output_depends_on_the_sum_alone(model_type: str, changes: dict[str, Any]) -> None:
     """And what depends on the sum alone is said to: else a fit would leave unmended what the layers before have lost."""
     model = tiny_model(switched(model_type, True, **changes)) if changes else seen(model_type).model
@@ -261,6 +262,6 @@ def test_what_is_said_to_add_its_output_depends_on_the_sum_alone(model_type: str
     shift, constant = (torch.randn(2, 6, model.config.hidden_size, generator=generator) for _ in range(2))
     resting, shifted = (layer_outputs(model, family, moved, constant) for moved in (torch.zeros_like(shift), shift))
     alike = float((resting - shifted).norm() / resting.norm()) < 1e-4
-    adds = family.traits(model.config).adds_output
+    adds = family.traits.adds_output
     assert alike or not adds
     assert adds or not alike or changes or model_type in SOMETIMES

@@ -45,7 +45,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model = tiny_model(tiny_config(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True), **changes))
     path = tmp_path_factory.mktemp(model_type)
     model.save_pretrained(path)
-    return model.config, Reader(path), FAMILIES[model_type].for_config(model.config)
+    return model.config, Reader(path), FAMILIES[model_type].of(model.config)
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(saved: tuple[Any, Reader, Family]) -> None:
     config, reader, family = saved
-    attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(config, layer)}
+    attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(layer)}
     assert attention < reader.infos.keys()
     roles: list[str] = []
     for name in reader.infos.keys() - attention:

@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.families.neutral import (
-    beside_constants,
     is_query_latent,
     join_query_bias,
     latent_size,
-    level,
-    query_channels,
     query_constants,
     query_latent,
     query_rank,
@@ -59,26 +56,6 @@ def test_inputs_come_out_bit_for_bit_beside_a_one(width: int, dtype: torch.dtype
     assert not latent[:, one + 1 :].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [8, 16, 24, 100, 768])
-def test_channels_of_a_lower_rank_come_out_bit_for_bit_beside_a_one(rank: int, dtype: torch.dtype) -> None:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
-
-    generator = torch.Generator().manual_seed(0)
-    channels, values = query_channels(rank), query_constants(rank)
-    weight = (latent_size(values) * torch.randn(channels, 16, generator=generator) / 4).to(dtype)
-    tensors, norm = beside_constants(weight, rank, level(values)), DeepseekV3RMSNorm(rank).to(dtype)
-    with torch.no_grad():
-        norm.weight.copy_(tensors["q_a_layernorm.weight"])
-    x = torch.randn(50, 16, generator=generator).to(dtype)
-    latent = norm(torch.nn.functional.linear(x, tensors["q_a_proj.weight"], tensors["q_a_proj.bias"])).detach()
-    expected = torch.nn.functional.linear(x, tensors["q_a_proj.weight"])[:, :channels]  # it may be summed in another order
-    small = latent_size(values) * SMALL.get(dtype, 0)
-    torch.testing.assert_close(latent[:, :channels], expected, rtol=2 * ROUNDING[dtype], atol=small)
-    assert float((latent[:, channels] - 1).abs().max()) <= ROUNDING[dtype]
-    assert not latent[:, channels + 1 :].any()
-
-
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 9), width=st.integers(1, 70), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
@@ -92,8 +69,7 @@ def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.
     latent = query_latent(width, 0.5, weight)
     assert is_query_latent(latent)
     if dtype != torch.float16:
-        identity = latent["q_a_proj.weight"][: query_channels(query_rank(width))] * 2
-        assert is_query_latent(beside_constants(identity, query_rank(width), 2.0**20)), "as kvfold wrote it first"
+        assert is_query_latent(query_latent(width, 1.0, weight, 2.0**20)), "as kvfold wrote it first"
     for name, tensor in latent.items():
         changed = tensor.clone()
         changed.view(-1)[-1] = 7

@@ -18,7 +18,7 @@ from convert.families.reading import family_for, require_proved
 def test_configs_that_the_rows_are_tested_with_need_no_proof(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.families.reading.twin.Twin", lambda config: pytest.fail("a twin is made"))
     for config in (tiny_config(model_type), switched(model_type, True)):
-        require_proved(family_for(config), config)
+        require_proved(family_for(config))
 
 
 def test_a_field_that_changes_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,9 +30,9 @@ def test_a_field_that_changes_the_attention_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LlamaAttention, "__init__", scaled)
     plain, tempered = tiny_config("llama", mood=3), tiny_config("llama", temper=0.5)
-    require_proved(FAMILIES["llama"], plain)
+    require_proved(FAMILIES["llama"].of(plain))
     with pytest.raises(Refusal, match="this llama cannot be read: layer 0 computes something else") as refused:
-        require_proved(FAMILIES["llama"], tempered)
+        require_proved(FAMILIES["llama"].of(tempered))
     assert "config.json sets temper" in str(refused.value.hint)
 
 
@@ -44,5 +44,5 @@ def test_a_class_of_which_no_twin_runs_is_taken_on_the_tests_word(
 
     monkeypatch.setattr("convert.families.reading.twin.Twin", broken)
     with caplog.at_level(logging.WARNING, "kvfold"):
-        require_proved(FAMILIES["llama"], tiny_config("llama", mood=3))
+        require_proved(FAMILIES["llama"].of(tiny_config("llama", mood=3)))
     assert "not proved whether mood change its attention: no such size" in caplog.text

@@ -16,7 +16,7 @@ def test_a_block_has_queries_then_values_then_keys() -> None:
     weight.data.copy_(torch.arange(len(weight))[:, None].expand_as(weight))  # every row says where it is
     name = "transformer.h.1.attn"
     tensors = {f"{name}.qkv_proj.weight": weight, f"{name}.out_proj.weight": model.transformer.h[1].attn.out_proj.weight}
-    record = CODEGEN.split(tensors, model.config, 1)
+    record = CODEGEN.of(model.config).split(tensors, 1)
     first = torch.arange(8) // 2 * 48 + torch.arange(8) % 2 * 8  # 2 heads of 8 dims in a block of 48 rows
     assert record.q[:, 0, 0].tolist() == first.tolist()
     assert record.v[:, 0, 0].tolist() == (first + 16).tolist()
@@ -24,6 +24,6 @@ def test_a_block_has_queries_then_values_then_keys() -> None:
 
 
 def test_heads_that_do_not_divide_into_blocks_are_unreadable() -> None:
-    assert CODEGEN.unreadable(tiny_config("codegen")) is None
+    assert CODEGEN.of(tiny_config("codegen")).unreadable is None
     message = "its projections have 4 blocks of equally many heads, and num_attention_heads is 2"
-    assert CODEGEN.unreadable(tiny_config("codegen", num_attention_heads=2)) == message
+    assert CODEGEN.of(tiny_config("codegen", num_attention_heads=2)).unreadable == message

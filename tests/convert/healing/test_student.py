@@ -23,7 +23,7 @@ def latent_model(**changes: Any) -> Any:
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_attention_and_the_norms_before_it_train(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
-    family = family_of(model_type).for_config(model.config)
+    family = family_of(model_type).of(model.config)
     names = trained(model, family, 3, "attention")
     assert all(f"{family.module(layer)}." in " ".join(names) for layer in range(3))
     others = [name for name in names if not any(name.startswith(f"{family.module(layer)}.") for layer in range(3))]
@@ -42,7 +42,7 @@ def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
     assert rows[:count].all()
     assert not rows[count:].any()
     assert still["kv_a_proj_with_mqa.bias"].tolist() == [True] * rank + [False] * 8  # the RoPE key has biases
-    names = trained(model, family_of("deepseek_v3").for_config(model.config), 3, "attention")
+    names = trained(model, family_of("deepseek_v3").of(model.config), 3, "attention")
     assert f"{LAYER}kv_a_layernorm.weight" not in names
     assert f"{LAYER}kv_a_proj_with_mqa.bias" in names
 
@@ -86,9 +86,9 @@ def test_gradients_through_a_neutral_norm_are_the_references() -> None:
     (out * direction).sum().backward()
     found = {name: p.grad for name, p in attention.named_parameters()}
 
-    family = family_of("deepseek_v3").for_config(config)
+    family = family_of("deepseek_v3").of(config)
     leaves = {name: p.detach().clone().requires_grad_(True) for name, p in attention.named_parameters()}
-    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, config, 0)
+    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, 0)
     (latent_attention(x, record) * direction).sum().backward()
     masks = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
     for name, gradient in found.items():

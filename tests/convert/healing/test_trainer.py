@@ -30,7 +30,7 @@ def text(vocabulary: int = 96) -> TrainingText:
 
 
 def trainer(student: Any, teacher: Any, directory: Path) -> HealingTrainer:
-    names = trained(student, family_of(student.config.model_type).for_config(student.config), 3, "attention")
+    names = trained(student, family_of(student.config.model_type).of(student.config), 3, "attention")
     what = Trainable(student.requires_grad_(False), names)
     module = Distillation(student, teacher.requires_grad_(False), 0.0, VOCABULARY)
     plan: Any = SimpleNamespace(

@@ -69,8 +69,8 @@ def test_vllm_runs_results_of_kvfolds_class_where_they_were_tried(model_type: st
 def test_what_vllms_plugin_refuses_is_not_made_for_it(changes: dict[str, Any]) -> None:
     family = FAMILIES["qwen3"]
     for host, spec in ((HOST, BEFORE.grouped(8)), (LATENT_HOST, BEFORE.latent(512, 64))):
-        assert running(host, family, spec, tiny_config("qwen3")) == ["transformers", "vllm"]
-        assert running(host, family, spec, tiny_config("qwen3", **changes)) == ["transformers"]
+        assert running(host, family.of(tiny_config("qwen3")), spec) == ["transformers", "vllm"]
+        assert running(host, family.of(tiny_config("qwen3", **changes)), spec) == ["transformers"]
 
 
 def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
@@ -91,9 +91,8 @@ def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture(
     host: str, model_type: str, changes: dict[str, Any], key: str, known: str, architecture: str
 ) -> None:
     for activation, name in (("relu", "TransformersForCausalLM"), (known, architecture)):
-        config = tiny_config(model_type, **changes, **{key: activation})
-        target = FAMILIES[model_type].spec(config).grouped(1)
-        assert CLASSES[host].config({}, config, target, None)["architectures"] == [name]
+        family = FAMILIES[model_type].of(tiny_config(model_type, **changes, **{key: activation}))
+        assert CLASSES[host].config({}, family, family.spec.grouped(1), None)["architectures"] == [name]
 
 
 @given(values=st.integers(0, 5000))

@@ -38,8 +38,8 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rota
     ],
 )
 def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], groups: int, message: str) -> None:
-    config, family = tiny_config("gpt_neox", **(ONE_AFTER_THE_OTHER | changes)), family_of("gpt_neox")
-    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(groups)))
+    family = family_of("gpt_neox").of(tiny_config("gpt_neox", **(ONE_AFTER_THE_OTHER | changes)))
+    assert message in str(HOST.refuses(family, family.spec.grouped(groups)))
 
 
 def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -47,5 +47,5 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
     facts = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
     assert facts["output_class"] == "kvfold"
     assert "opt does not have Falcon's decoder blocks" in str(
-        HOST.refuses(family_of("opt"), tiny_config("opt"), family_of("opt").spec(tiny_config("opt")).grouped(1))
+        HOST.refuses(opt := family_of("opt").of(tiny_config("opt")), opt.spec.grouped(1))
     )

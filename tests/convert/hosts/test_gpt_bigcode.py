@@ -10,6 +10,7 @@ import pytest
 import torch
 from held import GLOBAL, ONE
 from latents import logits_of, same_logits, tokens
+from rows import rows
 from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, ok, weights
 
@@ -22,7 +23,7 @@ def config_of(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "config.json").read_text()))
 
 
-@pytest.mark.parametrize("case", ONE)
+@pytest.mark.parametrize("case", rows(ONE, ["opt"]))
 def test_it_loses_what_kvfolds_class_loses(
     case: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,16 +51,6 @@ def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tm
     assert near < far
 
 
-def test_a_result_is_a_source(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    ok(convert("mqa", checkpoint("opt"), tmp_path / "one"))
-    ok(convert("mqa", tmp_path / "one", tmp_path / "same", "--force"))
-    before, after = weights(tmp_path / "one"), weights(tmp_path / "same")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    ok(convert("mla", tmp_path / "one", tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
-    same_logits(logits_of(tmp_path / "latent", tokens(24)), logits_of(tmp_path / "one", tokens(24)))
-
-
 def test_positions_that_only_padding_reads_are_dropped(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("opt")
     said = ok(convert("mqa", source, tmp_path / "out")).stdout
@@ -76,10 +67,10 @@ def test_settings_are_carried() -> None:
         "opt": {"dropout": 0.25, "attention_dropout": 0.5},
     }
     for model_type, changes in names.items():
-        config = tiny_config(model_type, **changes, **({} if model_type == "opt" else {"layer_norm_epsilon": 1e-3}))
-        family = FAMILIES[model_type]
-        sized = HOST.sized({"own_key": 5}, config, family.spec(config).grouped(1))
-        assert family.spec(config).grouped(1) == FAMILIES["gpt_bigcode"].spec(sized)
+        more = {} if model_type == "opt" else {"layer_norm_epsilon": 1e-3}
+        family = FAMILIES[model_type].of(tiny_config(model_type, **changes, **more))
+        sized = HOST.sized({"own_key": 5}, family, family.spec.grouped(1))
+        assert family.spec.grouped(1) == FAMILIES["gpt_bigcode"].of(sized).spec
         expected = dropped | ({"embd_pdrop": 0.0} if model_type == "opt" else {})
         assert {name: getattr(sized, name) for name in dropped} == expected
         assert sized.layer_norm_epsilon == (1e-5 if model_type == "opt" else 1e-3)
@@ -106,13 +97,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_class_does_not_do_is_refused_and_kvfolds_class_does_it(case: str) -> None:
     model_type, changes, message = REFUSED[case]
-    config, family = tiny_config(model_type, **changes), FAMILIES[model_type]
-    target = family.spec(config).grouped(1)
-    assert message in str(HOST.refuses(family, config, target))
-    assert kvfold.HOST.refuses(family, config, target) is None
+    family = FAMILIES[model_type].of(tiny_config(model_type, **changes))
+    target = family.spec.grouped(1)
+    assert message in str(HOST.refuses(family, target))
+    assert kvfold.HOST.refuses(family, target) is None
 
 
 def test_it_has_one_kv_head() -> None:
-    config, family = tiny_config("gpt2"), FAMILIES["gpt2"]
-    assert HOST.refuses(family, config, family.spec(config).grouped(2)) == "it has one KV head, not 2"
-    assert HOST.refuses(family, config, family.spec(config).grouped(1)) is None
+    family = FAMILIES["gpt2"].of(tiny_config("gpt2"))
+    assert HOST.refuses(family, family.spec.grouped(2)) == "it has one KV head, not 2"
+    assert HOST.refuses(family, family.spec.grouped(1)) is None

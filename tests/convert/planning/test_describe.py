@@ -155,7 +155,7 @@ def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:
 
     for model_type in ("llama", "deepseek_v3"):
         made = source(model_type)
-        assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config, False)
+        assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config)
 
 
 def test_support_has_a_row_for_each_family_and_a_reason_for_each_gap() -> None:

@@ -74,7 +74,7 @@ def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Conve
 def test_a_type_with_other_models_inside_has_no_latent() -> None:
     config = small("phi4_multimodal")
     family = family_for(config)
-    said = LATENT_HOST.refuses(family, config, family.spec(config).latent(40, 8))
+    said = LATENT_HOST.refuses(family, family.spec.latent(40, 8))
     assert said == "its decoder is inside another model, and the class holds decoders alone"
 
 

@@ -62,19 +62,23 @@ def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, outpu
     assert found.notes == ("15 of 16 latent channels carry keys and values; 1 holds a constant for the norm of deepseek_v3",)
 
 
+def bounds_of(made: Source) -> LatentBounds:
+    return LatentBounds(made, family_of(made.model_type).of(made.config), HOST)
+
+
 def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
-    bounds = LatentBounds(source(), family_of("llama"), HOST)
+    bounds = bounds_of(source())
     assert bounds.full_rank(8) == 2 * 4 * 8 - 8
     assert bounds.full_rank(32) == 32
-    narrow = LatentBounds(source(hidden_size=24), family_of("llama"), HOST)
+    narrow = bounds_of(source(hidden_size=24))
     assert narrow.full_rank(8) == 24, "the width of the model, where that is less"
-    mixed = LatentBounds(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128), family_of("smollm3"), HOST)
+    mixed = bounds_of(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128))
     assert mixed.full_rank(8) == 64, "layers without positions have all of their keys in the latent"
 
 
 @pytest.mark.parametrize(("channels", "rank"), [(15, 16), (16, 17), (17, 18), (18, 20), (20, 22), (21, 22), (22, 24)])
 def test_constants_come_on_top(channels: int, rank: int, source: Sources) -> None:
-    assert LatentBounds(source(), family_of("llama"), HOST).with_reserved(channels) == rank
+    assert bounds_of(source()).with_reserved(channels) == rank
     assert rank - HOST.reserved(rank) >= channels
     assert all(less - HOST.reserved(less) < channels for less in range(1, rank))
 
@@ -123,7 +127,7 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made, plan.target.spec, None) == made.raw
+        assert plan.target.config(made.raw, plan.family, plan.target.spec, None) == made.raw
 
 
 @pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
@@ -133,12 +137,12 @@ def test_a_smaller_latent_is_planned_like_any_other(
     made = source("deepseek_v3")
     found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
-    assert LatentBounds(made, family_of("deepseek_v3"), HOST).full_rank(rope) == full
+    family = family_of("deepseek_v3").of(made.config)
+    assert LatentBounds(made, family, HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
-    config = found.config(
-        made, found.spec, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved")
-    )
+    kept = family.rotary(0).select(list(range(rope // 2)), "interleaved")
+    config = found.config(made.raw, family, found.spec, kept)
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 

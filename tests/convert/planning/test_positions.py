@@ -52,10 +52,10 @@ def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, met
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    rotary = plan.family.first_rotary(plan.source.config)
+    rotary = plan.family.of(plan.source.config).first_rotary
     assert rotary is not None
     kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source, plan.target.spec, kept), plan.config(plan.target.spec, kept)
+    return plan.target.config(plan.source.raw, plan.family, plan.target.spec, kept), plan.config(plan.target.spec, kept)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -150,7 +150,8 @@ def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> N
     """Fewer heads keep all of their RoPE; a decoder inside another model has the number."""
     grouped = plan_grouped(Request(source(), output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
     assert grouped.calibrated is None
-    assert grouped.config(grouped.target.spec, None) == grouped.target.config(grouped.source, grouped.target.spec, None)
+    spec = grouped.target.spec
+    assert grouped.config(spec, None) == grouped.target.config(grouped.source.raw, grouped.family, spec, None)
     inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
     around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
     assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}

@@ -29,7 +29,6 @@ from written import Convert, Logits, damage, edit, ok, refused, weights
 import attention
 from attention.errors import Refusal
 from convert.families import FAMILIES, UNREAD, reading
-from convert.families.reading import experiments
 from convert.families.reading.experiments import find
 from convert.families.reading.found import Found
 from convert.families.reading.twin import Twin, disproof
@@ -48,18 +47,13 @@ def saved(config: Any, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", FOUND)
-def test_the_types_that_are_listed_are_found(model_type: str) -> None:
+def test_the_types_that_are_listed_are_found_and_come_back(model_type: str) -> None:
     assert model_type not in FAMILIES
     config = small(model_type)
     family = find(config)
     assert family.model_type == config.model_type
-    assert family is find(small(model_type)), "the experiments of a config are made once"
-
-
-@pytest.mark.parametrize("model_type", FOUND)
-def test_what_is_found_comes_back(model_type: str) -> None:
-    config = small(model_type)
-    comes_back(find(config), config, dtype=torch.bfloat16)
+    assert family.names is find(small(model_type)).names, "the experiments of a config are made once"
+    comes_back(family, config, dtype=torch.bfloat16)
 
 
 MERGED = ("ernie4_5_moe", "cohere2_moe", "nanochat", "dots1")
@@ -67,7 +61,7 @@ MERGED = ("ernie4_5_moe", "cohere2_moe", "nanochat", "dots1")
 
 @pytest.mark.parametrize(
     ("fitted", "model_type"),
-    rows(product([False, True], MERGED), [*((False, name) for name in MERGED), (True, "nanochat")]),
+    rows(product([False, True], MERGED), [(False, "cohere2_moe"), (True, "nanochat")]),
 )
 def test_equal_heads_merge_without_loss(
     fitted: bool, model_type: str, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
@@ -96,7 +90,7 @@ def test_no_other_type_is_found() -> None:
             find(config)
 
 
-@pytest.mark.parametrize("model_type", rows(SHARING, ["dots1", "gpt_oss", "granitemoehybrid", "nanochat", "phi4_multimodal"]))
+@pytest.mark.parametrize("model_type", rows(SHARING, ["gpt_oss", "phi4_multimodal"]))
 def test_found_types_convert_in_their_own_class(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved(small(model_type), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
@@ -140,23 +134,13 @@ def test_layers_of_different_heads_are_the_reason(model_type: str) -> None:
     assert refused.value.hint == "`convert families` lists the types that can be read"
 
 
-def test_a_type_that_cannot_be_read_may_have_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search for a field to blame takes numbers alone."""
-    monkeypatch.setattr(experiments, "disproof", lambda *_: "it is another attention")
-    config = small("dots1")
-    config.dtype = torch.bfloat16
-    with pytest.raises(Refusal, match="cannot be read: it is another attention") as refused:
-        find(config)
-    assert "`convert eval` measures it all the same" in str(refused.value.hint)
-
-
 def test_far_queries_that_are_scaled_are_named() -> None:
     config = AutoConfig.for_model("ministral3", num_hidden_layers=2)
-    also = find(config).describe(config)["also"]
+    also = find(config).describe()["also"]
     assert 1.1 < also["far queries times"] < 1.4
     plain = {key: value for key, value in config.rope_parameters.items() if key != "llama_4_scaling_beta"}
     without = AutoConfig.for_model("ministral3", num_hidden_layers=2, rope_parameters=plain | {"llama_4_scaling_beta": 0.0})
-    assert find(without).describe(without)["also"] == {}
+    assert find(without).describe()["also"] == {}
 
 
 # ---- decoders inside other models -----------------------------------------------------------------------------------------
@@ -219,7 +203,7 @@ def saved_seeing(model_type: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model_type", rows(INSIDE, ["emu3", "gemma3", "llava", "paligemma", "qwen2_5_vl"]))
+@pytest.mark.parametrize("model_type", rows(INSIDE, ["emu3", "gemma3"]))
 def test_a_decoder_inside_another_model_is_converted(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = saved_seeing(model_type, tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
@@ -307,11 +291,7 @@ def test_such_a_decoder_becomes_one_with_a_latent(model_type: str, convert: Conv
     assert entry["kind"] == "MLA-40+8"
     assert entry["kv_bytes_per_token"] == 3 * 48 * 4
     assert entry["kl_to_source"] < 0.02
-    last = "out"
-    if model_type == "llava":
-        last = "healed"
-        ok(convert("heal", tmp_path / "out", tmp_path / last, "--text", text, "--tokens", 256, "--context", 64))
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / last).eval()
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
     assert model.config.text_config.model_type == "deepseek_v3"
     for name, tensor in model.state_dict().items():
@@ -358,7 +338,7 @@ def test_sinks_are_found_and_come_back(model_type: str) -> None:
     family = find(config)
     assert isinstance(family, Found)
     assert family.sinks == ("softmax_offset" if model_type == "flint" else "sinks"), "as checkpoints have it"
-    assert family.describe(config)["sinks"]
+    assert family.describe()["sinks"]
     assert comes_back(family, config, dtype=torch.bfloat16).sinks.shape == (8,)
     twin = Twin(config)
     assert disproof(family, twin) is None
@@ -368,24 +348,8 @@ def test_sinks_are_found_and_come_back(model_type: str) -> None:
 def test_only_layers_that_rotate_are_counted_as_such() -> None:
     config = small("exaone_moe", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
     family = find(config)
-    assert [family.rotary(config, layer) is not None for layer in range(4)] == [True, False, True, False]
-    assert family.traits(config).layers_with_rotary == 2
-
-
-def with_copies(config: Any, path: Path) -> Path:
-    """Every other KV head is the same, and sinks are large and different."""
-    model, generator = random_model(config), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            attention.sinks.copy_(1.5 * torch.randn(8, generator=generator))
-            for projection in (attention.k_proj, attention.v_proj):
-                for parameter in projection.parameters():
-                    heads = parameter.unflatten(0, (4, -1))
-                    heads[2:] = heads[:2]
-    model.save_pretrained(path)
-    save_tokenizer(path)
-    return path
+    assert [family.rotary(layer) is not None for layer in range(4)] == [True, False, True, False]
+    assert family.traits.layers_with_rotary == 2
 
 
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
@@ -417,7 +381,7 @@ def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) 
     refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
 
 
-@pytest.mark.parametrize("model_type", SINKS)
+@pytest.mark.parametrize("model_type", rows(SINKS, ["gpt_oss"]))
 def test_sinks_are_kept_where_models_are_packed_or_their_cache_is_encoded(model_type: str, tmp_path: Path) -> None:
     source = saved(small(model_type, sliding_window=8, head_dim=32), tmp_path)
     ids, cut = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(0)), 33
@@ -556,9 +520,9 @@ def test_a_type_that_nobody_has_seen_is_read() -> None:
     assert family.module(2) == "floors.2.mixing"
     assert family.norm is not None
     assert (family.norm.q, family.norm.k, family.norm.after_rotary, family.norm.eps) == ("of_look", "of_lock", True, "norm_eps")
-    assert family.rotary(config, 0).pairing == "interleaved"  # type: ignore[union-attr]
-    assert family.scale(config) == pytest.approx(0.37, rel=1e-5)
-    assert family.window(config, 1) == 5
+    assert family.rotary(0).pairing == "interleaved"  # type: ignore[union-attr]
+    assert family.scale == pytest.approx(0.37, rel=1e-5)
+    assert family.window(1) == 5
     norm = family.input_norm(1)
     assert norm is not None
     assert (norm.name, norm.gain_offset) == ("floors.1.ahead", 0.0)
@@ -570,7 +534,7 @@ def test_its_sinks_are_found_whatever_their_name() -> None:
     family = find(OddConfig(drain="sink"))
     assert isinstance(family, Found)
     assert family.sinks == "drains"
-    assert "floors.1.mixing.drains" in family.shapes(OddConfig(), 1)
+    assert "floors.1.mixing.drains" in family.shapes(1)
 
 
 def test_another_number_for_each_head_is_named() -> None:
@@ -605,16 +569,17 @@ def test_what_a_small_twin_hides_is_found(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scale", [0.21, 0.83, 1.7])
 def test_a_scale_that_is_fitted_is_the_same_in_all_layers(scale: float) -> None:
     config = OddConfig(scale=scale, sliding_window=None)
-    assert find(config).scale(config) == pytest.approx(scale, rel=1e-5)
+    assert find(config).scale == pytest.approx(scale, rel=1e-5)
 
 
 @pytest.mark.parametrize(("depth", "others"), [(8, [0, 0, 1, 1]), (6, [1, 2, 3, 4, 5, 1])])
 def test_lists_that_only_look_as_if_they_were_of_layers_do_no_harm(depth: int, others: list[int]) -> None:
     config = OddConfig(depth=depth)
     config.others = others
-    assert find(config).rotary(config, depth - 1) is not None
+    assert find(config).rotary(depth - 1) is not None
 
 
-def test_the_field_that_makes_it_differ_is_named() -> None:
-    with pytest.raises(Refusal, match=r"it would be read without shift 0.3 in config\.json"):
+def test_what_no_reading_explains_is_refused() -> None:
+    with pytest.raises(Refusal, match="do not explain what layer 0 computes") as refused:
         find(OddConfig(shift=0.3))
+    assert "`convert eval` measures it all the same" in str(refused.value.hint)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rows import rows
 from tiny import switched, tiny_config
 
 from attention.rope import Rotary
@@ -17,10 +18,10 @@ from convert.families.separate import SeparateProjections
 WINDOWED = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.has_heads])
+@pytest.mark.parametrize("model_type", rows(name for name, family in FAMILIES.items() if family.has_heads))
 def test_every_row_is_proved(model_type: str) -> None:
     twin = Twin(switched(model_type, True, **WINDOWED))
-    assert disproof(FAMILIES[model_type].for_config(twin.config), twin) is None
+    assert disproof(FAMILIES[model_type].of(twin.config), twin) is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_a_wrong_row_is_refuted(field: str) -> None:
     model_type, made = SPOILT[field]
     changes = {"cap": {"attn_logit_softcapping": 0.4}, "layers with RoPE": {"no_rope_layers": [1, 0, 1]}}.get(field, {})
     twin = Twin(switched(model_type, True, **(WINDOWED | changes)))
-    assert disproof(FAMILIES[model_type].for_config(twin.config), twin) is None
+    assert disproof(FAMILIES[model_type].of(twin.config), twin) is None
     wrong = disproof(made(), twin)
     assert wrong is not None
     assert wrong.startswith("layer ")
@@ -83,17 +84,17 @@ def test_a_wrong_row_is_refuted(field: str) -> None:
 
 def test_a_wrong_slope_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     twin, row = Twin(tiny_config("bloom")), FAMILIES["bloom"]
-    slopes = row.slopes(twin.config)
+    slopes = row.of(twin.config).slopes
     assert slopes is not None
-    monkeypatch.setattr(type(row), "slopes", lambda self, config: tuple(slope / 2 for slope in slopes))
+    monkeypatch.setattr(type(row), "slopes", property(lambda self: tuple(slope / 2 for slope in slopes)))
     assert disproof(row, twin) is not None
 
 
 def test_wrong_frequencies_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     twin, row = Twin(tiny_config("llama")), FAMILIES["llama"]
-    right = row.rotary(twin.config, 0)
+    right = row.of(twin.config).rotary(0)
     assert right is not None
-    monkeypatch.setattr(SeparateProjections, "rotary", lambda self, config, layer: Rotary(right.frequencies * 1.01))
+    monkeypatch.setattr(SeparateProjections, "rotary", lambda self, layer: Rotary(right.frequencies * 1.01))
     assert disproof(row, twin) is not None
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from latents import same_logits
-from written import Convert, Logits, Make, edit, left_nothing, ok, weights
+from tiny import tiny_config
+from written import Convert, Logits, Make, edit, ok, weights
+
+from attention.errors import Refusal
+from convert.families import FAMILIES
+from convert.planning.base import readable
+from eval.inputs.source import Source
 
 
 def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
@@ -19,9 +26,10 @@ def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Log
     same_logits(logits(tmp_path / "latent"), logits(source))
 
 
-def test_kv_heads_that_the_class_ignores_are_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = edit(checkpoint("gpt_bigcode", multi_query=True), num_key_value_heads=4)
+def test_what_the_class_ignores_or_adds_is_refused(tmp_path: Path) -> None:
+    tiny_config("gpt_bigcode", multi_query=True).save_pretrained(tmp_path)
     message = "sets num_key_value_heads to 4, which gpt_bigcode ignores: its 8 query heads share 1"
-    left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
-    refused = convert("mqa", checkpoint("gpt_bigcode", name="crossing", add_cross_attention=True), tmp_path / "out")
-    left_nothing(refused, 2, "it has cross-attention (add_cross_attention)", tmp_path / "out")
+    with pytest.raises(Refusal, match=message):
+        readable(Source.parse(str(edit(tmp_path, num_key_value_heads=4))))
+    crossing = FAMILIES["gpt_bigcode"].of(tiny_config("gpt_bigcode", add_cross_attention=True))
+    assert crossing.unreadable == "it has cross-attention (add_cross_attention)"
