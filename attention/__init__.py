@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attention import models
-
 if TYPE_CHECKING:
-    from attention.patch import absorb, absorbed, load, pack, restore
+    from attention.patch import absorb, load, pack, restore
 
-__all__ = ["absorb", "absorbed", "load", "pack", "restore"]
-
-models.register()
+__all__ = ["absorb", "load", "pack", "restore"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attention import models
 from attention.errors import Refusal
 
 ADAPTER = "adapter_config.json"
@@ -28,6 +31,14 @@ def refuse_adapter(directory: Path, model: str | Path) -> None:
         )
 
 
+def config_of(values: Mapping[str, Any]) -> Any:
+    """The transformers config of what a config.json states."""
+    from transformers import AutoConfig
+
+    models.make_known(values["model_type"])
+    return AutoConfig.for_model(**copy.deepcopy(dict(values)))  # classes change what they are given
+
+
 def auto_class(config: Any) -> Any:
     """`AutoModelForCausalLM` or `AutoModelForImageTextToText`: whichever has a class for the config.
 
@@ -35,6 +46,7 @@ def auto_class(config: Any) -> Any:
     """
     import transformers
 
+    models.make_known(config.model_type)
     autos = {
         transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.AutoModelForImageTextToText: transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

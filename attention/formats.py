@@ -7,7 +7,7 @@ order of their energies, fewer bits the less they hold (reverse water-filling), 
 channels.
 
 No cache is stored in `kivi4` to `kivi2` (KIVI, arXiv 2402.02750): their keys of heads are grouped along time, per channel, and
-an evaluation rounds whole texts so (`attention.rounded`), to compare with.
+an evaluation rounds whole texts so (`attention.encoded_forward`), to compare with.
 """
 
 from __future__ import annotations

@@ -13,17 +13,17 @@ Letters as in `attention`; a query head has N nope dims and P rope dims, a value
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
 )
+from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
 from attention.errors import Refusal
 from attention.forward import widened
@@ -33,9 +33,7 @@ from attention.models.modeling_kvfold import eager, is_paged, taken_cache
 from attention.neutral import constant_channels, is_size, undone
 from attention.stored import Stored
 
-# (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
-Rule = Callable[[int, int, int, int, int, int], bool]
-When = Literal["auto", "always", "never"] | Rule
+When = Literal["auto", "always"]
 
 # The cost of a multiply-add of the absorbed path relative to the expanded path, which also writes and reads the keys and
 # values it makes. benchmarks/decode.py (fp32, 2 CPU threads, 16 heads, R 256, P 32, N = Dv = 64) found both paths equally fast
@@ -54,27 +52,16 @@ def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: i
     return absorbed * ABSORBED_COST < expanded
 
 
-def _always(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
-    return True
-
-
-def _never(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
-    return False
-
-
-RULES: dict[str, Rule] = {"auto": absorbs, "always": _always, "never": _never}
-
-
 class LatentAttention(nn.Module):
     """Mixin for an MLA attention class: the same weights, cache layout and results, other arithmetic.
 
-    In training mode it runs that class's forward. Otherwise `rule` chooses between its arithmetic (the prefill) and
+    In training mode it runs that class's forward. Otherwise `absorbs` chooses between its arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` in place of calling `kv_b_proj`, as long as that is
     plain (`plain`); an adapter or a hook on it is called. Neutral norms of the latent, and a latent of queries that is the
     input (`bias_channel`), are skipped on the same condition.
 
     Attributes:
-        rule: See `absorbs`.
+        always: Whether all calls that can be are absorbed, whatever `absorbs` says.
         backend: See `attention.kernels.decode`.
         constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
             `neutral_constants`); the norm is then skipped. None if the norm has an effect.
@@ -83,41 +70,18 @@ class LatentAttention(nn.Module):
         kinds: The class that each module inside had when its weights were looked at.
     """
 
-    rule: Rule
+    always: bool
     backend: Backend
     constant_channels: torch.Tensor | None
     bias_channel: int | None
     kinds: dict[str, type[nn.Module]]
-    # Attributes of the class.
-    config: Any
-    layer_idx: int
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    qk_head_dim: int
-    v_head_dim: int
-    scaling: float
-    q_proj: nn.Module
-    q_a_proj: Any
-    q_a_layernorm: Any
-    q_b_proj: Any
-    kv_a_proj_with_mqa: nn.Module
-    kv_a_layernorm: Any
-    kv_b_proj: nn.Linear
-    o_proj: nn.Module
-    expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    queries: Callable[[torch.Tensor], torch.Tensor]
-    compressed: Callable[[torch.Tensor], torch.Tensor]
-    attention_arguments: Callable[[], dict[str, Any]]
-    windowed: Callable[[Any, str, torch.Tensor, Any], Any]
-    mask_with_positions: Callable[[Any, torch.Tensor, int, dict[str, Any]], Any]
-    rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+    if TYPE_CHECKING:  # attributes of the class
 
-    def prepare(self, rule: Rule, backend: Backend) -> None:
+        def __getattr__(self, name: str) -> Any: ...
+
+    def prepare(self, always: bool, backend: Backend) -> None:
         """Add the attributes that `forward` needs; `state_dict` does not change."""
-        self.rule, self.backend = rule, backend
+        self.always, self.backend = always, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
         self.bias_channel = query_bias_channel(self)
         if "kinds" not in vars(self):  # an adapter may have come before a second call
@@ -125,7 +89,7 @@ class LatentAttention(nn.Module):
 
     def unprepare(self) -> None:
         """Remove what `prepare` added."""
-        del self.rule, self.backend, self.constant_channels, self.bias_channel, self.kinds
+        del self.always, self.backend, self.constant_channels, self.bias_channel, self.kinds
 
     def plain(self, *names: str) -> bool:
         """Whether modules inside do what their weights say: no adapter, quantisation or hook has come since `prepare`."""
@@ -170,29 +134,28 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         attention_mask = self.mask_with_positions(attention_mask, q_nope, latent.shape[2], kwargs)
-        # Of a paged cache, masks and lengths are the attention function's. The offsets of a flex mask over a static cache are
-        # the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
-        late = "cache" in kwargs or is_paged(cache) or (isinstance(attention_mask, BlockMask) and cache.is_compileable)
-        if late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
+        # What they mean is known to the attention function alone: masks of flex attention; masks and lengths of a paged cache.
+        foreign = "cache" in kwargs or is_paged(cache)
+        sizes = hidden_states.shape[1], latent.shape[2]
+        if foreign or isinstance(attention_mask, BlockMask) or not self._absorbs(*sizes, attention_mask):
             out, probabilities = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
         else:
             out, probabilities = self._absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
-    def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
-        # For several queries without a mask, the meaning (causal from which corner, packed sequences, nothing masked) depends
-        # on the attention function.
-        if mask is None and queries > 1:
-            return False
-        if not self.plain("kv_b_proj"):
+    def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | None) -> bool:
+        whole = mask is not None and mask.ndim == 4  # with a row for each query
+        # Otherwise what several queries see (causal from which corner, packed sequences) depends on the attention function.
+        if (queries > 1 and not whole) or not self.plain("kv_b_proj"):
             return False
         given = self.attention_arguments()
         if given.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
             return False
         window = given.get("sliding_window")  # flash attention takes it as an argument, and its masks do not have it
-        if window is not None and cached > window and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim != 4)):
+        if window is not None and cached > window and not whole:
             return False
-        return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        sizes = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return self.always or absorbs(queries, cached, *sizes)
 
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
@@ -230,7 +193,7 @@ class LatentAttention(nn.Module):
         q_rope: torch.Tensor,
         latent: torch.Tensor,
         k_rope: torch.Tensor,
-        mask: torch.Tensor | BlockMask | None,
+        mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `latent [B, 1, S, R]` and `k_rope [B, 1, S, P]`: `[B, T, H, Dv]`, and probabilities if eager."""
         returned = self.config._attn_implementation == "eager"  # the one that returns probabilities
@@ -240,7 +203,7 @@ class LatentAttention(nn.Module):
             (self.qk_nope_head_dim, self.v_head_dim), 1
         )  # [H, N, R], [H, Dv, R]
         q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
-        dense = dense_mask(mask, q_nope.shape[2], latent)
+        dense = dense_mask(mask, latent)
         probabilities = None
         if returned:
             probabilities = torch_decode.probabilities(
@@ -288,19 +251,10 @@ class StockLatentAttention(LatentAttention):
         self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`."""
-        rotate = apply_rotary_pos_emb_interleave if self.config.rope_interleave else apply_rotary_pos_emb
+        # MiniCPM3's class pairs dims of two halves, whatever the config says.
+        interleaved = not isinstance(self, MiniCPM3Attention) and self.config.rope_interleave
+        rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
         return rotate(q_rope, k_rope, *position_embeddings)
-
-
-class HalfSplitLatentAttention(StockLatentAttention):
-    """`StockLatentAttention` for MiniCPM3's class, whose RoPE pairs dims of two halves, whatever the config says."""
-
-    def rotated(
-        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`."""
-        rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb(q_rope, k_rope, *position_embeddings)
-        return rotated
 
 
 class OwnLatentAttention(LatentAttention):
@@ -380,14 +334,13 @@ def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product.view(heads, batch, tokens, -1).transpose(0, 1)
 
 
-def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torch.Tensor) -> torch.Tensor | None:
-    """Convert any mask of transformers' attention implementations to one form.
+def dense_mask(mask: torch.Tensor | None, latent: torch.Tensor) -> torch.Tensor | None:
+    """Convert masks of transformers' attention implementations to one form.
 
     Args:
         mask: None (every token is seen); for eager and sdpa `[B, 1, T, S]`, added to the scores or, if bool, true where a
-            token is seen; for flash attention `[B, S']`, nonzero where one of the first S' ≤ S tokens is not padding, the
-            queries being the last T of them; for flex attention a block mask, which is evaluated here.
-        queries: T.
+            token is seen; for flash attention, with one query, `[B, S']`, nonzero where one of the first S' ≤ S tokens is not
+            padding.
         latent: `[B, S, R]` or `[B, 1, S, R]`.
 
     Returns:
@@ -396,19 +349,12 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
     Raises:
         Refusal: A padding mask is longer than the cache.
     """
-    cached, device = latent.shape[-2], latent.device
-    if isinstance(mask, BlockMask):
-        return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], queries, cached, device)
     if mask is None or mask.ndim == 4:
         return mask
-    known = mask.shape[1]
+    cached, known = latent.shape[-2], mask.shape[1]
     if known > cached:
         raise Refusal(
             f"cannot attend with a padding mask of {known} tokens to a cache of {cached}: it may have no more",
             "give the mask of the tokens that are in the cache",
         )
-    seen = nn.functional.pad(mask.bool(), (0, cached - known))[:, None, None]  # [B, 1, 1, S]
-    if queries == 1:
-        return seen
-    last = torch.arange(known - queries, known, device=device)  # [T]
-    return seen & (torch.arange(cached, device=device) <= last[:, None])
+    return nn.functional.pad(mask.bool(), (0, cached - known))[:, None, None]

@@ -18,8 +18,6 @@ _ROUNDING = 2.0**-8  # relative: bfloat16 rounds constants by up to 2⁻⁹
 def constant_channels(weight: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
     """The constant channels of a latent whose norm is neutral.
 
-    Constants of 2²⁰, which kvfold once wrote, are infinite in float16; then only the pattern is checked.
-
     Args:
         weight: `[R]`, the norm's.
         down: `[R, E]`, the projection to the latent.
@@ -44,4 +42,4 @@ def undone(weights: torch.Tensor, constants: torch.Tensor, rank: int) -> bool:
 def is_size(value: torch.Tensor, constants: torch.Tensor, rank: int) -> bool:
     """Whether a value is the root mean square of R channels, of which these are the constants."""
     size = (constants.double().square().sum() / rank).sqrt()
-    return bool(size.isinf()) or bool((value.double() / size - 1).abs() < _ROUNDING)
+    return bool((value.double() / size - 1).abs() < _ROUNDING)

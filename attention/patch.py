@@ -8,19 +8,16 @@ all other models stay as they are. `save_pretrained` writes the same files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
-from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.auto import auto_class, refuse_adapter
 from attention.calibrated import Calibrated
@@ -29,37 +26,16 @@ from attention.errors import Failure, Refusal
 from attention.formats import stored_format
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
-from attention.latent import (
-    RULES,
-    HalfSplitLatentAttention,
-    LatentAttention,
-    OwnLatentAttention,
-    StockLatentAttention,
-    When,
-)
-from attention.models import unlike_ours
+from attention.latent import LatentAttention, OwnLatentAttention, StockLatentAttention, When
+from attention.models import register, unlike_ours
 from attention.models.modeling_kvfold import KvfoldLatentAttention, _grafted, require_decoding
 from attention.versions import keep_caps
 
 _log = logging.getLogger("kvfold")
 
 
-def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAttention) -> type[nn.Module]:
-    return type(f"Latent{stock.__name__}", (mixin, stock), {"__module__": __name__})
-
-
-# Module-level names, so that instances can be pickled.
-LatentDeepseekV3Attention = _before(DeepseekV3Attention)
-LatentMiniCPM3Attention = _before(MiniCPM3Attention, HalfSplitLatentAttention)
-LatentYoutuAttention = _before(YoutuAttention)
-
-# The stock classes whose forward `StockLatentAttention` reimplements, and their replacements.
-LATENT: dict[type[nn.Module], type[nn.Module]] = {
-    DeepseekV3Attention: LatentDeepseekV3Attention,
-    MiniCPM3Attention: LatentMiniCPM3Attention,
-    YoutuAttention: LatentYoutuAttention,
-}
-_OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
+# The stock classes whose forward `StockLatentAttention` reimplements.
+STOCK: tuple[Any, ...] = (DeepseekV3Attention, MiniCPM3Attention)
 # Arguments of `from_pretrained` that say which files are read.
 _OF_HUB = {
     "trust_remote_code", "revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download",
@@ -69,21 +45,23 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @cache
-def _before_own(own: Any) -> type[nn.Module]:
+def _absorbed(kind: Any) -> type[nn.Module]:
+    """The absorbed class of a stock class, or of kvfold's own in the place of one."""
+    own = issubclass(kind, KvfoldLatentAttention)
+    mixin, bases = (OwnLatentAttention, kind.__bases__) if own else (StockLatentAttention, (kind,))
+
     def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
-        return _blank, own.__bases__, vars(module)
+        return _blank, bases, vars(module)
 
-    made: Any = _before(own, OwnLatentAttention)
-    made.__reduce__ = reduced
-    return made
+    return type(f"Latent{kind.__name__}", (mixin, kind), {"__module__": __name__, "__reduce__": reduced})
 
 
-def _blank(attention: Any, stock: Any) -> nn.Module:
-    """An absorbed attention of kvfold's own class, without state."""
-    grafted: Any = _grafted(attention, stock)
-    kind: Any = _before_own(grafted)
-    made: nn.Module = kind.__new__(kind)
-    return made
+def _blank(*bases: Any) -> nn.Module:
+    """An absorbed attention without state."""
+    before: Any = bases[0] if len(bases) == 1 else _grafted(*bases)
+    kind: Any = _absorbed(before)
+    blank: nn.Module = kind.__new__(kind)
+    return blank
 
 
 def load(
@@ -99,7 +77,8 @@ def load(
     Raises:
         Refusal, Failure: As `absorb`, `attention.auto.refuse_adapter` or `attention.encoded_forward.store_encoded`.
     """
-    _rule(when)
+    register()
+    _check_when(when)
     check(backend)
     form = None if cache_dtype is None else stored_format(cache_dtype)
     refuse_adapter(Path(path), path)
@@ -140,10 +119,9 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     other weights into the model.
 
     Args:
-        model: A transformers model with MLA of a class in `LATENT` or of kvfold's own; its weights are in memory and not
+        model: A transformers model with MLA of a class in `STOCK` or of kvfold's own; its weights are in memory and not
             quantised.
-        when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), "always" (if the mask allows it, see
-            `LatentAttention`), "never" (only skips a neutral norm), or a function with the signature of `absorbs`.
+        when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), or "always" (if the mask allows it).
         backend: What serves one new token: "auto" (the fastest that can), "triton" or "torch". A
             backend given by name raises `Refusal` in the forward pass if it cannot serve a call. Torch always serves several
             tokens at once, and the probabilities of eager attention.
@@ -155,11 +133,11 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         Refusal: There is no such attention, or it has changes that absorption would ignore.
         Failure: Some weights are not in memory.
     """
-    rule = _rule(when)
+    _check_when(when)
     check(backend)
     modules = _attention(model)
     if not modules:
-        known = ", ".join([*(stock.__name__ for stock in LATENT), f"or {KvfoldLatentAttention.__name__}"])
+        known = ", ".join([*(stock.__name__ for stock in STOCK), f"or {KvfoldLatentAttention.__name__}"])
         raise Refusal(
             f"{type(model).__name__} has no latent attention that can be absorbed: none of its modules is a {known}",
             "load a kvfold checkpoint by attention.load; convert others with `convert mla`, or run them as they are",
@@ -169,8 +147,9 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
             _check(name, module)
     for module in modules.values():
         if not isinstance(module, LatentAttention):
-            _become(module, _absorbed(type(module)))
-        cast(LatentAttention, module).prepare(rule, backend)
+            kind: Any = type(module)
+            _become(module, _absorbed(kind))
+        cast(LatentAttention, module).prepare(when == "always", backend)
     return model
 
 
@@ -215,56 +194,24 @@ def restore(model: Any) -> Any:
         `model` itself.
     """
     store_plain(model)
-    _expand(model)
     for module in model.modules():
         if is_packed(module):
             module.config = _stock_config(module)
+        elif isinstance(module, LatentAttention):
+            module.unprepare()
+            _become(module, type(module).__bases__[1])
     return model
 
 
-@contextmanager
-def absorbed(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Iterator[Any]:
-    """Absorb `model` for the `with` block; afterwards, also after an exception, it is as before.
-
-    Raises:
-        Refusal, Failure: As `absorb`.
-    """
-    before = next(((m.rule, m.backend) for m in _attention(model).values() if isinstance(m, LatentAttention)), None)
-    absorb(model, when=when, backend=backend)
-    try:
-        yield model
-    finally:
-        if before is None:
-            _expand(model)
-        else:
-            absorb(model, when=before[0], backend=before[1])
-
-
-def _expand(model: Any) -> None:
-    """Undo `absorb`."""
-    for module in _attention(model).values():
-        if isinstance(module, LatentAttention):
-            module.unprepare()
-            _become(module, type(module).__bases__[1])
-
-
-def _rule(when: When) -> Any:
-    if callable(when):
-        return when
-    if when not in RULES:
-        raise Refusal(f"cannot absorb when={when!r}: it must be a function or one of {', '.join(map(repr, RULES))}")
-    return RULES[when]
+def _check_when(when: str) -> None:
+    if when not in get_args(When):
+        raise Refusal(f"cannot absorb when={when!r}: it must be one of {', '.join(map(repr, get_args(When)))}")
 
 
 def is_latent(module: nn.Module) -> bool:
     """Whether `module` has MLA that is absorbed or can be; subclasses that override `forward` are excluded."""
-    own = isinstance(module, KvfoldLatentAttention) and type(module).forward in _OWN_FORWARDS
-    return own or type(module) in {*LATENT, *LATENT.values()}
-
-
-def _absorbed(kind: type[nn.Module]) -> type[nn.Module]:
-    known: Any = kind  # nn.Module's annotations hide that classes can be hashed
-    return LATENT.get(known) or _before_own(known)
+    own = isinstance(module, KvfoldLatentAttention) and type(module).forward is KvfoldLatentAttention.forward
+    return own or type(module) in STOCK or isinstance(module, LatentAttention)
 
 
 def _attention(model: nn.Module) -> dict[str, nn.Module]:

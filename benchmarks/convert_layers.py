@@ -132,20 +132,17 @@ def survey_only(model: Path, work: Path) -> None:
     """The survey of a checkpoint over random tokens, as `convert mla` makes it."""
     from convert.calibration.stream import LayerStream
     from convert.calibration.survey import survey
+    from convert.checkpoint.loading import empty_model
     from convert.checkpoint.shelf import Shelf
     from convert.families import family_of
     from eval.inputs.reader import Reader
     from eval.inputs.source import Source
 
     source = Source.parse(str(model))
-    layers = source.config.num_hidden_layers
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
-    paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
-    reader, inputs = Reader(model), work / "inputs"
-    stream = LayerStream(
-        source.config, paths, reader.__getitem__, reader.infos, Blocks.whole(blocks), inputs, torch.device("cpu")
-    )
-    family = family_of(source.config.model_type)
+    reader, family = Reader(model), family_of(source.config.model_type)
+    text, device = Blocks.whole(blocks), torch.device("cpu")
+    stream = LayerStream(empty_model(source.config), family, reader, text, work / "inputs", device)
 
     def record(layer: int) -> Attention:
         tensors = {name: reader[name] for name in family.of(source.config).shapes(layer)}

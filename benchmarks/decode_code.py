@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from attention.kernels import split_kv
-from attention.kernels.tiling import H200, Machine, Shape, Tiling, choose
+from attention.kernels.operators import gqa_decode, mla_decode
+from attention.kernels.tiling import H200, Machine, Tiling, choose
 
 ROPE, SIZE = 64, 2
 
@@ -78,7 +80,14 @@ def compiled(heads: int, rank: int, rope: int, tiling: Tiling, capability: int, 
 
     triton.runtime.driver.set_active(Driver())
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    split_kv.build(Shape(heads, rank, rope, groups, torch.bfloat16, torch.bool), tiling)
+    split_kv.launch = lambda kernel, grid, *given, **options: kernel.warmup(*given, grid=grid, **options)[grid]
+    empty, mask = partial(torch.empty, dtype=torch.bfloat16, device="meta"), torch.empty(1, 1, 1, 48, dtype=torch.bool)
+    if groups:
+        cached = empty(1, groups, 48, rope), empty(1, groups, 48, rank)
+        gqa_decode(empty(1, heads * groups, 1, rope), *cached, mask, 1.0, tiling)
+    else:
+        cached = empty(1, 48, rank), empty(1, 48, rope)
+        mla_decode(empty(1, heads, 1, rank), empty(1, heads, 1, rope), *cached, mask, 1.0, tiling)
     kernel = loaded["_attend"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"

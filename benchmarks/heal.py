@@ -23,11 +23,11 @@ import torch
 from random_llama import run
 
 from convert import heal
-from convert.healing.memory import expected
-from convert.healing.models import student_of, teacher_of, trainer_of
+from convert.healing.costs import expected
+from convert.healing.models import distillation_of
 from convert.healing.plan import HealPlan
-from convert.healing.student import trained
 from convert.healing.texts import TrainingTexts
+from convert.healing.trainer import HealingTrainer
 
 IMPORTS = (
     "import accelerate, torch, convert.healing.run, transformers.models.llama.modeling_llama, torch._subclasses.fake_tensor"
@@ -55,11 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
 def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
     text = TrainingTexts.read(plan).known
-    with teacher_of(plan) as teacher, student_of(plan) as student, tempfile.TemporaryDirectory() as unused:
-        other, names = copy.deepcopy(student), trained(student, plan.family, plan.spec.num_layers, "attention")
-        for name in names:
-            other.get_parameter(name).requires_grad_(True)
-        trainer = trainer_of(plan, text, student, teacher, names, Path(unused))
+    with distillation_of(plan) as (module, what, _), tempfile.TemporaryDirectory() as unused:
+        other, teacher = copy.deepcopy(module.student), module.teacher
+        trainer = HealingTrainer(plan, text, module, what, Path(unused))
         optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)
         order = text.order((rounds + 1) * plan.batch, plan.seed).split(plan.batch)
         seconds, plain_seconds, losses, began = list[float](), list[float](), list[float](), time.perf_counter()

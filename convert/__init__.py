@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from convert.api import gqa, heal, inspect, mla, mqa, plan, refresh, sweep
     from convert.execute.conversion import Conversion, PlannedConversion
-    from convert.healing.run import Healing, PlannedHealing
+    from convert.healing.describe import Healing, PlannedHealing
     from convert.sweeping import PlannedSweep, Sweep
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 _RESULTS = {
     name: module
-    for module, noun in (("execute.conversion", "Conversion"), ("healing.run", "Healing"), ("sweeping", "Sweep"))
+    for module, noun in (("execute.conversion", "Conversion"), ("healing.describe", "Healing"), ("sweeping", "Sweep"))
     for name in (noun, f"Planned{noun}")
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from attention.errors import Refusal
-from attention.spec import dtype_bytes
+from attention.kv_bytes import dtype_bytes
 from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
@@ -25,12 +25,10 @@ from eval.inputs.text import text_of
 
 if TYPE_CHECKING:
     from convert.execute.conversion import Conversion, PlannedConversion
-    from convert.healing.plan import HealOptions, HealPlan
-    from convert.healing.run import Healing, PlannedHealing
+    from convert.healing.describe import Healing, PlannedHealing
     from convert.planning.base import Plan, Request
     from convert.planning.describe import Facts
     from convert.sweeping import PlannedSweep, Sweep
-    from eval.terminal.progress import Progress
 
 _HALF = 0.5  # of the source's cache: a latent of which no size is given
 
@@ -143,44 +141,30 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
         Refusal: Wrong as seen from the arguments and the configs.
         Failure: Weights, text or machine.
     """
-    from convert.healing import run
-    from convert.healing.plan import plan_heal
+    from convert.healing.costs import within
+    from convert.healing.describe import PlannedHealing
+    from convert.healing.plan import HealOptions, plan_heal
+    from convert.healing.run import execute
     from convert.healing.texts import TrainingTexts
-    from convert.output.destination import Output
+    from convert.output.destination import Output, check_output
 
     if given["time"] is not None and given["tokens"] is not None:
         raise Refusal("tokens and time contradict each other", hint="give one of them")
-    source, teacher = Source.parse(str(converted), given["trust_remote_code"]), given["teacher"]
+    trusted, named = given["trust_remote_code"], given["teacher"]
+    source, teacher = Source.parse(str(converted), trusted), None if named is None else Source.parse(str(named), trusted)
+    options_given: Mapping[str, Any] = given
+    same = {field.name: options_given[field.name] for field in fields(HealOptions) if field.name in given}
+    wanted = HealOptions(texts_of(given["text"], given["dataset"]) or DEFAULT, **same)
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
-    named = None if teacher is None else str(teacher)
-    planned = plan_heal(source, named, _heal_options(given), where, given["device"], given["seed"])
+    plan = plan_heal(source, teacher, wanted, where, given["device"], given["seed"])
+    for model in (plan.converted, plan.teacher):
+        check_output(where.path, model.directory, where.overwrite, where.resume)
     if given["time"] is not None:
-        planned = _within(float(given["time"]), planned, given["progress"])
+        plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:
-        return run.PlannedHealing(planned, TrainingTexts.read(planned).known.passes(planned.steps, planned.batch))
+        return PlannedHealing(plan, TrainingTexts.read(plan).known.passes(plan.steps, plan.batch))
     evaluate = given["evaluate"]
-    held_out = None if evaluate is None else text_of(evaluate)
-    return run.execute(planned, held_out, given["progress"])
-
-
-def _heal_options(given: Mapping[str, Any]) -> HealOptions:
-    from convert.healing.plan import HealOptions
-
-    same = {field.name: given[field.name] for field in fields(HealOptions) if field.name in given}
-    return HealOptions(texts_of(given["text"], given["dataset"]) or DEFAULT, **same)
-
-
-def _within(seconds: float, plan: HealPlan, progress: Progress) -> HealPlan:
-    """The plan with the tokens that its steps have time for; with those that it was begun with, if it is resumed."""
-    from convert.healing.plan import sized
-    from convert.healing.timed import tokens_of_begun, tokens_within
-
-    def of(tokens: int) -> HealPlan:
-        options = replace(plan.options, tokens=tokens)
-        return sized(plan.converted, plan.teacher, options, plan.output, plan.device, plan.seed)
-
-    begun = tokens_of_begun(plan.output) if plan.output.resume else None
-    return of(begun or tokens_within(seconds, of, progress))
+    return execute(plan, None if evaluate is None else text_of(evaluate), given["progress"])
 
 
 @overload

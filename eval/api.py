@@ -42,9 +42,15 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     sources, ratio = _sources(models, given["trust_remote_code"]), given["max_perplexity_ratio"]
     if ratio is not None and (len(sources) < 2 or not ratio > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    contexts = contexts_of(given["context"])
-    how = given["protocol"], contexts, given["max_tokens"], given["dtype"], given["device"], given["recall"]
-    settings = EvaluationSettings(*how, names_of(given["cache_dtype"]))
+    settings = EvaluationSettings(
+        protocol=given["protocol"],
+        contexts=contexts_of(given["context"]),
+        max_tokens=given["max_tokens"],
+        dtype=given["dtype"],
+        device=given["device"],
+        recall=given["recall"],
+        cache_dtypes=names_of(given["cache_dtype"]),
+    )
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])
@@ -80,8 +86,16 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
     sources, output = _sources(models, given["trust_remote_code"]), given["output"]
     if output is not None:
         report.require_room(Path(output), ("bench.json",), given["overwrite"])
-    sizes = tuple(given["batch"]), contexts_of(given["context"]), given["steps"], given["rounds"]
-    settings = BenchSettings(*sizes, given["dtype"], given["device"], given["compile"], given["stock"])
+    settings = BenchSettings(
+        batches=tuple(given["batch"]),
+        contexts=contexts_of(given["context"]),
+        steps=given["steps"],
+        rounds=given["rounds"],
+        dtype=given["dtype"],
+        device=given["device"],
+        compile=given["compile"],
+        stock=given["stock"],
+    )
     found = run(sources, settings, given["progress"])
     if output is not None:
         report.write_pages({"bench.json": json.dumps(found, indent=2, allow_nan=False) + "\n"}, Path(output))

@@ -62,7 +62,7 @@ class Measuring(TypedDict, total=False):
 
 
 class Probing(TypedDict, total=False):
-    """What else to measure, and what to demand."""
+    """What else to measure, what to demand, and where the report goes."""
 
     recall: Annotated[bool, Option("Also measure how well the models copy random tokens over growing distances.")]
     max_perplexity_ratio: Annotated[
@@ -73,17 +73,12 @@ class Probing(TypedDict, total=False):
             python="A program gets a `GateMissed`, once the report is written.",
         ),
     ]
-
-
-class EvaluationReport(TypedDict, total=False):
-    """Where the report of an evaluation goes."""
-
     output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier report in DIR.", consent=True)]
 
 
 class Timing(TypedDict, total=False):
-    """What to measure the speed of."""
+    """What to measure the speed of, and where the figures go."""
 
     batch: Annotated[Sequence[int], Option("Batch sizes to measure.", default=(1,), unset="1", least=1)]
     context: Annotated[
@@ -94,11 +89,6 @@ class Timing(TypedDict, total=False):
     rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]
     stock: Annotated[bool, Option("Also measure MLA and GQA models as stock transformers runs them.")]
     compile: Annotated[bool, Option("Run decode steps through torch.compile.", negatable=True)]
-
-
-class BenchReport(TypedDict, total=False):
-    """Where the figures of a benchmark go."""
-
     output: Annotated[str | Path | None, Option("Write bench.json to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier benchmark in DIR.", consent=True)]
 
@@ -118,9 +108,9 @@ class Computing(TypedDict, total=False):
     device: Annotated[str, DEVICE]
 
 
-class Evaluate(HeldOut, Measuring, Probing, EvaluationReport, Computing, Working):
+class Evaluate(HeldOut, Measuring, Probing, Computing, Working):
     """The options of `evaluate`."""
 
 
-class Bench(Timing, BenchReport, Computing, Working):
+class Bench(Timing, Computing, Working):
     """The options of `bench`."""

@@ -24,9 +24,11 @@ from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 from written import RESULTS, Find, Finished, characters, ok
 
+from attention.models import register
 from convert.execute.checking import checked
 from convert.planning.texts import OWN
 
+register()
 # Nothing here is to outlive the machine, and a suite waits for disks for a minute; tests of what is synced watch the calls.
 os.fsync = lambda descriptor: None
 

@@ -21,8 +21,6 @@ ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, dict[str, Any]]] = {
     "qwen3_moe": (gguf.MODEL_ARCH.QWEN3MOE, {"moe_intermediate_size": 768, "norm_topk_prob": True}),
     "phi3": (gguf.MODEL_ARCH.PHI3, {}),
     "falcon": (gguf.MODEL_ARCH.FALCON, {"multi_query": True, "ffn_hidden_size": 512, "layer_norm_epsilon": 1e-5}),
-    "gpt2": (gguf.MODEL_ARCH.GPT2, {"n_positions": 1024, "max_position_embeddings": 1024, "n_inner": None}),
-    "bloom": (gguf.MODEL_ARCH.BLOOM, {}),
     "stablelm": (gguf.MODEL_ARCH.STABLELM, {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
     "starcoder2": (gguf.MODEL_ARCH.STARCODER2, {"rope_theta": 10000.0}),
     "nemotron": (gguf.MODEL_ARCH.NEMOTRON, {"norm_eps": 1e-5, "partial_rotary_factor": 0.5}),
@@ -30,7 +28,6 @@ ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, dict[str, Any]]] = {
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, {**_GEMMA, "num_hidden_layers": 6}),
 }
 HEAD_DIM = 32  # quantised blocks have 32 numbers
-_TRANSPOSED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")  # of GPT-2
 
 
 def model_of(model_type: str, seed: int = 0, **changes: Any) -> Any:
@@ -50,7 +47,6 @@ def write(
     keys: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
     without: str = "nothing",
-    pre: str = "gpt-2",
     others: dict[str, str] | None = None,
 ) -> Path:
     """As llama.cpp's converter writes it; with other `keys` (None: without), more tensors, or without one."""
@@ -64,7 +60,7 @@ def write(
             add(f"{name}.{key}", value)
     characters = [*(chr(i) for i in range(33, 332)), "!!"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(characters)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(characters))
     writer.add_token_merges(["! !"])
@@ -92,7 +88,7 @@ def _keys(config: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope
-    inner = 4 * config.hidden_size if config.model_type in ("gpt2", "falcon", "bloom") else config.intermediate_size
+    inner = 4 * config.hidden_size if config.model_type == "falcon" else config.intermediate_size
     layer_norm = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     return {
         "block_count": config.num_hidden_layers, "context_length": getattr(config, "max_position_embeddings", None),
@@ -128,11 +124,6 @@ def _stored(config: Any, names: Any, name: str, tensor: torch.Tensor) -> Iterato
     elif model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-    elif model_type == "bloom" and "attn_qkv" in place:
-        parts = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
-        values = parts.swapaxes(0, 1).reshape(values.shape)
-    elif model_type == "gpt2" and place.endswith(_TRANSPOSED):
-        values = values.T
     elif model_type in ("gemma2", "gemma3_text", "nemotron") and place.endswith("norm.weight"):
         values = values + 1
     yield place, values

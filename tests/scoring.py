@@ -15,6 +15,7 @@ def compare(
 ) -> list[Score]:
     """The source's score on blocks, then each model's against it."""
     scores = [Score() for _ in (source, *models)]
-    jobs = [Job(batch, scores) for batch in batches(blocks, source.config.vocab_size)]
-    score_group(jobs, source, list(enumerate(models, 1)), None, progress)
+    jobs = [Job(batch) for batch in batches(blocks, source.config.vocab_size)]
+    others = [(model, [score]) for model, score in zip(models, scores[1:], strict=True)]
+    score_group(jobs, source, scores[:1], others, progress)
     return scores

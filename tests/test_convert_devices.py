@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, measured, record
 from rows import rows
 from safetensors.torch import load_file
-from tiny import tiny_config, tiny_model
+from streams import WINDOWS, blocks_of, model_of, stream_of
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attention.record import Attention, FactoredAttention, Record
@@ -24,7 +22,6 @@ from convert.api import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import refitted
-from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
@@ -32,7 +29,6 @@ from convert.methods.algebra import leading_subspace
 from convert.methods.blocks import Blocks
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
-from eval.inputs.reader import TensorInfo
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
@@ -58,14 +54,6 @@ def factored_by(
     method: str, a: Attention, allocation: Allocation = COMPONENTS, statistics: Statistics = SURVEYED
 ) -> FactoredAttention:
     return load_latent(method).factor(a, replace(allocation, rotary=MHA.rotary), statistics)
-
-
-def is_noticed(make: Callable[[], object]) -> bool:
-    """Whether a misplaced tensor is refused, or shows in what is made of it."""
-    try:
-        return devices(make()) != {"cuda"}
-    except RuntimeError as error:
-        return re.search(REFUSED, str(error)) is not None
 
 
 # ---- methods -------------------------------------------------------------------------------------------------------
@@ -120,57 +108,7 @@ def test_frequencies_are_chosen_on_the_gpu(method: str, statistics: Statistics) 
                 assert len(allocation.pairs) == count
 
 
-# ---- what goes wrong is noticed ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unmoved(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make `Statistics.to` forget one of its parts."""
-    move = Statistics.to
-
-    def forget(part: str) -> None:
-        monkeypatch.setattr(Statistics, "to", lambda self, device: replace(move(self, device), **{part: getattr(self, part)}))
-
-    return forget
-
-
-@pytest.mark.parametrize("part", ["second", "mean", "sample"])
-def test_statistics_left_on_the_cpu_are_noticed(unmoved: Callable[[str], None], part: str) -> None:
-    unmoved(part)
-    users: list[Callable[[Attention], object]] = [
-        lambda a: factored_by("weighted", a),
-        lambda a: load_latent("weighted").measure(a, SURVEYED, 1),  # type: ignore[misc]
-    ]
-    if part != "sample":  # which `aligned` does not look at
-        users.append(lambda a: merged("aligned", a))
-    with fake_gpu():
-        for use in users:
-            with pytest.raises(RuntimeError, match=REFUSED):
-                use(to_gpu(GQA))
-
-
-@pytest.mark.parametrize("make", [partial(merged, "aligned"), partial(factored_by, "weighted")])
-def test_a_part_of_the_record_left_on_the_cpu_is_noticed(make: Callable[[Attention], object]) -> None:
-    with fake_gpu():
-        for part in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias"):
-            assert is_noticed(lambda part=part: make(replace(to_gpu(GQA), **{part: getattr(GQA, part)}))), part
-
-
 # ---- surveys -------------------------------------------------------------------------------------------------------
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "gemma2, windows and scaled embeddings": lambda: tiny_model(tiny_config("gemma2", num_hidden_layers=2, sliding_window=5)),
-    "gpt2, learned positions": lambda: tiny_model(tiny_config("gpt2", num_hidden_layers=2)),
-}
-
-
-def stream_of(model: Any, spool: Path, device: torch.device) -> LayerStream:
-    tensors = model.state_dict()
-    infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    paths = [name for name, _ in model.named_modules() if name.endswith((".self_attn", ".attn"))]
-    blocks = torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(1))
-    return LayerStream(model.config, paths, tensors.__getitem__, infos, Blocks.whole(blocks), spool, device)
 
 
 @pytest.fixture
@@ -189,11 +127,10 @@ def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_classes")
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(make: Callable[[], Any], tmp_path: Path) -> None:
-    model, seen = make(), list[torch.Tensor]()
+def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path: Path) -> None:
+    model, seen = model_of("gemma2", num_hidden_layers=2, **WINDOWS), list[torch.Tensor]()
     with fake_gpu():
-        stream = stream_of(model, tmp_path / "spool", GPU)
+        stream = stream_of(model, tmp_path / "spool", blocks_of(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
         found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)
         assert devices(found(1)) == {"cpu"}
@@ -226,14 +163,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
     return request.param
 
 
-@pytest.fixture
-def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round of the refit begins with what the one before has made, which is seen to lie on the GPU."""
-    monkeypatch.setattr("convert.calibration.refit._ROUNDS", 1)
-
-
-@pytest.mark.usefixtures("one_round")
 def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A round of the refit begins with what the one before has made, which is seen to lie on the GPU.
+    monkeypatch.setattr("convert.calibration.refit._ROUNDS", 1)
     # Fake tensors have no values to choose a share of the change by: the last one tried is taken.
     monkeypatch.setattr("convert.calibration.refit._ROUNDING", float("nan"))
 
@@ -246,13 +178,6 @@ def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
         fitted = refitted(before, after, Blocks.whole(X.to(GPU)), SURVEYED.attended)
         assert fitted is not after
         assert devices(fitted) == {"cuda"}
-
-
-@pytest.mark.parametrize("part", range(3), ids=["source", "result", "inputs"])
-def test_a_part_of_the_refit_left_on_the_cpu_is_noticed(part: int) -> None:
-    parts: list[Any] = [*RESULTS["latent"], Blocks.whole(X)]
-    with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
-        refitted(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)), SURVEYED.attended)
 
 
 @pytest.mark.parametrize("truths", [True, False])

@@ -18,13 +18,9 @@ def assigned(target: torch.Tensor, index: object, value: object) -> torch.Tensor
 
 MIXED: dict[str, Operation] = {
     "add": lambda gpu, cpu: gpu + cpu,
-    "add in place": lambda gpu, cpu: cpu.add_(gpu),
-    "product": lambda gpu, cpu: gpu @ cpu,
     "products": lambda gpu, cpu: torch.linalg.multi_dot([gpu, cpu, gpu]),
     "einsum": lambda gpu, cpu: torch.einsum("ij,jk->ik", gpu, cpu),
     "cat": lambda gpu, cpu: torch.cat((gpu, cpu)),
-    "where": lambda gpu, cpu: torch.where(gpu > 0, cpu, 0.0),
-    "mask": lambda gpu, cpu: gpu.masked_fill(cpu > 0, 0.0),
     "gather": lambda gpu, cpu: gpu.gather(0, cpu.long()),
     "index": lambda gpu, cpu: cpu[gpu[0].long()],
     "index assigned": lambda gpu, cpu: assigned(gpu, [0, 1], cpu[:2]),

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from attention.errors import Refusal
-from attention.kernels import operators, torch_blocks, torch_decode, triton_decode
+from attention.kernels import operators, torch_decode, triton_decode
 from attention.stored import Stored
 
 Backend = Literal["auto", "triton", "torch"]
@@ -193,9 +193,9 @@ def _nothing(*_: torch.Tensor | None) -> None:
 
 LATENT: dict[str, Entry] = {
     "triton": Entry(operators.mla, operators.mla_decode, triton_decode.latent_objection),
-    "torch": Entry(torch_decode.decode, torch_blocks.decode, _nothing),
+    "torch": Entry(torch_decode.decode, torch_decode.decode_stored, _nothing),
 }
 GROUPED: dict[str, Entry] = {
     "triton": Entry(operators.gqa, operators.gqa_decode, triton_decode.grouped_objection),
-    "torch": Entry(torch_decode.decode_grouped, torch_blocks.decode_grouped, _nothing),
+    "torch": Entry(torch_decode.decode_grouped, torch_decode.decode_grouped_stored, _nothing),
 }

@@ -25,22 +25,19 @@ wrongly). Letters as in `attention`; R is the rank of the latent, P its rotary d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.operand import Operand, operand
-from attention.kernels.tiling import Shape, Tiling, padded, power_of_two
-from attention.stored import stored_pair
+from attention.kernels.operand import Operand
+from attention.kernels.tiling import Tiling, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
 # The fewest mask rows per program of `_bounds`: as many rows as a warp has lanes cost as much as one row, and up to so
 # many rows share one compiled kernel.
 _ROWS = 32
-_BUILT = 48  # tokens of the calls that kernels are built for
 _FEW = 8  # with so few requests each has a dozen partials or more
 
 
@@ -344,17 +341,9 @@ def _combine(partial, tops, weights, slots, out, B, H, R: tl.constexpr, BLOCK_R:
     tl.store(out + (b.to(tl.int64) * H + h) * R + columns, mean.to(out.dtype.element_ty), mask=columns < R)
 
 
-Launch = Callable[..., None]
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run `kernel`."""
+    """Run `kernel`. A function of its own, so that it can be replaced by one that only compiles."""
     kernel[grid](*arguments, **options)
-
-
-def _load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile and load `kernel`. Only the types and divisibility of `arguments` matter; indexing with the grid loads it."""
-    kernel.warmup(*arguments, grid=grid, **options)[grid]
 
 
 def decode(
@@ -366,7 +355,6 @@ def decode(
     scaling: float,
     tiling: Tiling,
     groups: int = 1,
-    launch: Launch = launch,
 ) -> torch.Tensor:
     """Attention of one query per head and request over the cache, without checks.
 
@@ -379,7 +367,6 @@ def decode(
         scaling: The factor of the scores.
         tiling: Sizes of the launch.
         groups: How many consecutive requests share a row of the mask.
-        launch: Called as `launch(kernel, grid, *arguments, **options)` for each kernel in turn.
 
     Returns:
         `[B · GROUPS, H, 1, R]`, contiguous.
@@ -431,23 +418,3 @@ def decode(
 
 def _strides(part: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0) if part is None else part.stride()[:2]
-
-
-def build(shape: Shape, tiling: Tiling) -> None:
-    """Compile and load the kernels that `decode` launches for calls of `shape`.
-
-    Nothing is launched. Triton caches them for the current device: calls over up to 32 sequences find them if tokens are
-    contiguous in the cache, as in transformers, and other strides are multiples of 16. Other calls compile once more.
-
-    Raises:
-        Exception: Any error of Triton, of the assembler and the C compiler that it calls, or of the driver.
-    """
-    groups = shape.groups or 1
-    for batch in 1, _ROWS:
-        queries = torch.empty(batch * groups, shape.heads, 1, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
-        q_latent, q_rope = (part.contiguous() for part in queries.split((shape.rank, shape.rope), -1))
-        cached = torch.empty(batch, groups, _BUILT, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
-        values, keys = (part.contiguous() for part in cached.split((shape.rank, shape.rope), -1))
-        latent, k_rope = map(operand, stored_pair(values, keys, shape.form, shape.groups is None))
-        mask = None if shape.mask is None else torch.empty(batch, 1, 1, _BUILT, dtype=shape.mask, device="meta")
-        decode(None if shape.groups else q_latent, q_rope, latent, k_rope, mask, 1.0, tiling, groups, launch=_load)

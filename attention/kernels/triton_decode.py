@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.errors import one_line
 from attention.formats import Format
+from attention.kernels import torch_decode
 from attention.kernels.operand import parts
-from attention.kernels.tiling import Shape, Tiling, choose, machine
+from attention.kernels.operators import gqa_decode, mla_decode
+from attention.kernels.tiling import Shape, choose, machine
 from attention.spec import RANK_STEP
-from attention.stored import Stored
+from attention.stored import Stored, stored_pair
 
 # The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of a trial: each program gets several tiles, and each sequence several programs.
+_BATCH, _CACHED, _PROGRAMS = 3, 700, 4
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -114,40 +120,72 @@ def _machine_objection(
     if tiling is None:
         size = dtype.itemsize
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
-    if _INTERPRETED:
-        return None
-    shape = Shape(heads, rank, rope, groups, dtype, mask, form)
     # No trial during the capture of a CUDA graph, where no value can be read: a capture follows an ordinary call.
     capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return _failure(shape, tiling, device) or (None if capturing else _mistake(shape, device))
-
-
-@cache
-def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
-    """Why the kernel cannot be built on `device`, or None, found by building it: a failing launch would end the whole model.
-
-    The captures of CUDA graphs and the traces of torch.compile find it built already.
-    """
-    try:
-        from attention.kernels.split_kv import build
-
-        with torch.cuda.device(device):
-            build(shape, tiling)
-    except Exception as error:  # errors of Triton, its compilers and the driver have no common class
-        # A full GPU says nothing about the kernel, and the next call may find room.
-        if "out of memory" in str(error):
-            raise
-        return f"Triton cannot build it here: {type(error).__name__}: {one_line(error)}"
-    return None
+    return None if _INTERPRETED or capturing else _mistake(Shape(heads, rank, rope, groups, dtype, mask, form), device)
 
 
 @cache
 def _mistake(shape: Shape, device: str) -> str | None:
-    """How the kernel's result differs from torch's on `device`, or None: not every GPU and version of Triton was tested."""
-    from attention.kernels.trial import deviation, tolerance
+    """Why the kernel does not serve calls of `shape` on `device`, or None: not every GPU and version of Triton was tested.
 
-    with torch.cuda.device(device):
-        off = deviation(shape, device)
+    A trial builds and launches it: a failing launch would end the whole model. Traces of torch.compile find it built already.
+    """
+    try:
+        with torch.cuda.device(device):
+            off = deviation(shape, device)
+    except Exception as error:  # errors of Triton, its compilers and the driver have no common class
+        # A full GPU says nothing about the kernel, and the next call may find room.
+        if "out of memory" in str(error):
+            raise
+        return f"it fails here: {type(error).__name__}: {one_line(error)}"
     if off <= tolerance(shape.dtype):
         return None
     return f"on a trial it was {100 * off:.3g} % away from what torch computes"
+
+
+@torch.no_grad()
+def deviation(shape: Shape, device: str) -> float:
+    """The relative error of the kernel for calls of `shape`, compared with torch in fp64 on the same numbers.
+
+    The inputs are random but the same each time, and torch's generators stay untouched; of three sequences one is padded on the
+    left and one on the right.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device).to(shape.dtype)
+
+    heads, rank, rope, groups, form = *shape[:4], shape.form
+    tiling = choose(heads, rank, rope, shape.dtype.itemsize, machine(torch.device(device)))
+    assert tiling is not None
+    tiling = replace(tiling, programs=_PROGRAMS)
+    scaling = (rank + rope) ** -0.5
+    # While a model is exported or traced, tensors have no values; here they need some. (Autocast leaves fp64 alone.)
+    with _disable_current_modes():
+        mask = None if shape.mask is None else _mask(shape.mask, device)
+        wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
+        if groups is None:
+            q, r = draw(_BATCH, heads, 1, rank), draw(_BATCH, heads, 1, rope)
+            c, k = stored_pair(draw(_BATCH, 1, _CACHED, rank), draw(_BATCH, 1, _CACHED, rope), form, True)
+            found = mla_decode(q, r, c, k, mask, scaling, tiling)
+            expected = torch_decode.decode(q.double(), r.double(), c[:, 0].double(), k[:, 0].double(), wide, scaling)
+        else:
+            q = draw(_BATCH, groups * heads, 1, rope)
+            v, k = stored_pair(draw(_BATCH, groups, _CACHED, rank), draw(_BATCH, groups, _CACHED, rope), form, False)
+            found = gqa_decode(q, k, v, mask, scaling, tiling)
+            expected = torch_decode.decode_grouped(q.double(), k.double(), v.double(), wide, scaling)
+        return float((found.double() - expected).norm() / expected.norm())
+
+
+def _mask(kind: torch.dtype, device: str) -> torch.Tensor:
+    first = torch.tensor([0, 70, 0], device=device)[:, None]
+    end = torch.tensor([_CACHED, _CACHED, 470], device=device)[:, None]
+    tokens = torch.arange(_CACHED, device=device)
+    seen = ((tokens >= first) & (tokens < end))[:, None, None]
+    return seen if kind == torch.bool else torch.zeros(seen.shape, dtype=kind, device=device).masked_fill(~seen, -torch.inf)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative error that rounding explains, with a margin: 0.4 % in fp16, 3 % in bf16, 0.01 % in fp32."""
+    return max(4 * torch.finfo(dtype).eps, 1e-4)

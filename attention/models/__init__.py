@@ -1,18 +1,11 @@
-"""The model class of our own, for results that no stock class can hold.
-
-transformers' Auto classes know it as soon as they and `attention` are imported, in any order.
-"""
+"""The model class of our own, for results that no stock class can hold. transformers' Auto classes know it after `register`."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import re
-import sys
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,70 +60,22 @@ def names_ours(config: Mapping[str, Any]) -> bool:
     return isinstance(named, dict) and {key: named.get(key) for key in AUTO_MAP} == AUTO_MAP
 
 
+def make_known(model_type: str) -> None:
+    """Let transformers' Auto classes know a model type, if its class is this one."""
+    if provides(model_type):
+        register()
+
+
+@functools.cache
 def register() -> None:
-    """Make transformers' Auto classes know it now, or as soon as they are imported: nothing is imported for that."""
-    for part, announce in (("configuration", _register_config), ("modeling", _register_model)):
-        # Our module may be what imports transformers': its classes are known when it has them, whoever imported it.
-        own = f"{__name__}.{part}_kvfold"
-        _once_imported(own, announce)
-        _once_imported(f"transformers.models.auto.{part}_auto", partial(importlib.import_module, own))
-
-
-def _once_imported(module: str, act: Callable[[], object]) -> None:
-    if module in sys.modules:
-        act()
-    else:
-        sys.meta_path.insert(0, _Announcing(module, act))
-
-
-def _register_config() -> None:
-    from transformers import AutoConfig
-
-    from attention.models.configuration_kvfold import KvfoldConfig
-
-    KvfoldConfig.register_for_auto_class()  # its code is then copied where it is saved
-    AutoConfig.register(MODEL_TYPE, KvfoldConfig, exist_ok=True)
-
-
-def _register_model() -> None:
-    from transformers import AutoModel, AutoModelForCausalLM
+    """Make transformers' Auto classes know it, and its code be copied to where it is saved."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from attention.models.configuration_kvfold import KvfoldConfig
     from attention.models.modeling_kvfold import KvfoldForCausalLM, KvfoldModel
 
+    KvfoldConfig.register_for_auto_class()
     KvfoldForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    AutoConfig.register(MODEL_TYPE, KvfoldConfig, exist_ok=True)
     AutoModel.register(KvfoldConfig, KvfoldModel, exist_ok=True)
     AutoModelForCausalLM.register(KvfoldConfig, KvfoldForCausalLM, exist_ok=True)
-
-
-class _Announcing(MetaPathFinder):
-    """Finds one module as other finders do, and says when it has been imported.
-
-    Args:
-        name: The module's.
-        imported: Called once.
-    """
-
-    def __init__(self, name: str, imported: Callable[[], object]) -> None:
-        self._name, self._imported, self._asking = name, imported, False
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._announced(spec.loader.exec_module)  # type: ignore[assignment, method-assign]
-        return spec
-
-    def _announced(self, execute: Callable[[Any], None]) -> Callable[[Any], None]:
-        def executed(module: Any) -> None:
-            execute(module)
-            if self in sys.meta_path:  # not if the module is loaded again
-                sys.meta_path.remove(self)
-                self._imported()
-
-        return executed

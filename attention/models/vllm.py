@@ -26,7 +26,7 @@ def register() -> None:
     try:
         import vllm
 
-        from attention.models import MODEL_TYPE  # from then on transformers' Auto classes know the config
+        from attention import models
 
         if not vllm.__version__.startswith(f"{TRIED}."):
             _log.warning(
@@ -35,7 +35,8 @@ def register() -> None:
                 vllm.__version__,
             )
         elif "KvfoldForCausalLM" not in vllm.ModelRegistry.get_supported_archs():
-            _declare_latents(MODEL_TYPE)
+            models.register()
+            _declare_latents(models.MODEL_TYPE)
             vllm.ModelRegistry.register_model("KvfoldForCausalLM", f"{__name__}_model:KvfoldForCausalLM")
     except Exception as error:  # other models have to start
         _log.warning("vLLM will not know kvfold's class: %s", error)

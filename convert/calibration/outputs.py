@@ -6,7 +6,9 @@ holds, and the ridge that holds best is taken: a small change is easily fitted t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +20,7 @@ _JUDGED = 1024  # outputs, by which ridges are compared: solving for all outputs
 _ROUNDING = 1e-8  # of the output's energy: what does not lack more than that is left as it is
 
 
-@dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Of what heads read r `[H D]` and what is missing m `[E]`, fp64.
 
     Attributes:
@@ -29,7 +30,7 @@ class _Sums:
         missing: `[E]`, Σ m.
         missing_energy: Σ |m|², a scalar.
         target_energy: Σ |m + what is there|², a scalar.
-        count: Tokens, a scalar.
+        tokens: Their number, a scalar.
     """
 
     square: torch.Tensor
@@ -38,42 +39,31 @@ class _Sums:
     missing: torch.Tensor
     missing_energy: torch.Tensor
     target_energy: torch.Tensor
-    count: torch.Tensor
+    tokens: torch.Tensor
 
-    @classmethod
-    def none(cls, record: Record) -> _Sums:
-        """Of no tokens."""
-        outputs, inputs = record.o.flatten(1).shape
-        shapes = (inputs, inputs), (inputs, outputs), (inputs,), (outputs,), (), (), ()
-        return cls(*(torch.zeros(shape, dtype=torch.float64, device=record.o.device) for shape in shapes))
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return [getattr(self, name) for name in self.__dataclass_fields__]
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*(one + more for one, more in zip(self.tensors, other.tensors, strict=True)))
+    def plus(self, other: _Sums) -> _Sums:
+        """Of the tokens of both."""
+        return _Sums(*map(torch.add, self, other))
 
     def of(self, outputs: list[int]) -> _Sums:
         """Of some outputs only. Both energies stay those of all, which shifts errors by a constant."""
-        return replace(self, cross=self.cross[:, outputs], missing=self.missing[outputs])
+        return self._replace(cross=self.cross[:, outputs], missing=self.missing[outputs])
 
     def fitted(self, ridge: float, biased: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The change of W_O as a map of r, `[H D, E]`, and of its bias `[E]`, which is zero without one."""
         square, cross = self.square, self.cross
         if biased:
-            square = square - torch.outer(self.read, self.read) / self.count
-            cross = cross - torch.outer(self.read, self.missing) / self.count
+            square = square - torch.outer(self.read, self.read) / self.tokens
+            cross = cross - torch.outer(self.read, self.missing) / self.tokens
         least = (ridge * square.diagonal().mean()).clamp_min(1e-30)  # heads may read nothing but zeros
         change = torch.linalg.solve(square + least * torch.eye(len(square)).to(square), cross)
-        bias = (self.missing - self.read @ change) / self.count if biased else torch.zeros_like(self.missing)
+        bias = (self.missing - self.read @ change) / self.tokens if biased else torch.zeros_like(self.missing)
         return change, bias
 
     def error(self, change: torch.Tensor, bias: torch.Tensor) -> float:
         """Σ |m − changeᵀ r − bias|²."""
         explained = 2 * ((change * self.cross).sum() + bias @ self.missing)
-        added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.count * bias.square().sum()
+        added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.tokens * bias.square().sum()
         return float(self.missing_energy) + float(added - explained)
 
 
@@ -86,14 +76,15 @@ class OutputFit:
 
     def __init__(self, record: Record) -> None:
         self._record, self._blocks = record, 0
-        self._halves = [_Sums.none(record) for _ in range(2)]  # of the blocks with even numbers, and of those with odd ones
+        self._halves: dict[int, _Sums] = {}  # of the blocks with even numbers, and of those with odd ones
 
     def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
         """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""
         for half in (0, 1):
             rows = slice((half + self._blocks) % 2, None, 2)
             if len(read[rows]):
-                self._halves[half] += self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
+                sums = self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
+                self._halves[half] = self._halves[half].plus(sums) if half in self._halves else sums
         self._blocks += len(read)
 
     def _sums(self, read: torch.Tensor, target: torch.Tensor) -> _Sums:
@@ -108,12 +99,12 @@ class OutputFit:
             missing=of_missing.double(),
             missing_energy=missing.square().sum().double(),
             target_energy=target.square().sum().double(),
-            count=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
+            tokens=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
         )
 
     def record(self) -> Record:
         """The record with its output projection fitted to what was seen."""
-        a, total = self._record, self._halves[0] + self._halves[1]
+        a, total = self._record, reduce(_Sums.plus, self._halves.values())
         if total.missing_energy <= _ROUNDING * total.target_energy:
             return a
         change, bias = total.fitted(self._ridge(), a.o_bias is not None)
@@ -122,10 +113,10 @@ class OutputFit:
 
     def _ridge(self) -> float:
         """The ridge with the least error on the half that it was not fitted on; the largest if there is but one block."""
-        if not all(sums.count for sums in self._halves):
+        if len(self._halves) < 2:
             return _RIDGES[-1]
         width, biased = self._record.o.shape[0], self._record.o_bias is not None
         outputs = evenly_spread(min(width, _JUDGED), width)
-        halves = [sums.of(outputs) for sums in self._halves]
+        halves = [self._halves[half].of(outputs) for half in (0, 1)]
         errors = [sum(other.error(*one.fitted(ridge, biased)) for one, other in (halves, halves[::-1])) for ridge in _RIDGES]
         return _RIDGES[min(range(len(_RIDGES)), key=errors.__getitem__)]

@@ -7,11 +7,7 @@ between random tokens and real text (Williams et al., "Self-calibration for Lang
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,15 +38,6 @@ _PILOT = 64  # rows, and tokens of each, from which first tokens are drawn, wher
 _OTHERWISE = "calibrate on a text: --text FILE; or on none: --no-text"
 _LEAST_WORDS = 4.0  # different tokens, as the exponential of their entropy; fewer say nothing
 _A_DAY = "{%- macro strftime_now(form) -%}01 Jan 2026{%- endmacro -%}"  # instead of today, which some templates name
-_LONGEST = 30  # seconds for a template, and for the import that it needs
-_RENDER = """
-import contextlib, json, sys
-with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has it
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-from transformers.utils.chat_template_utils import render_jinja_template
-print(json.dumps(render_jinja_template(**json.load(sys.stdin))[0][0]))
-"""
 _MARKS = "⟦1⟧", "⟦2⟧", "⟦3⟧"  # of turns, which no template holds
 
 
@@ -76,7 +63,8 @@ class Turns:
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
         try:
-            text, parts = _rendered(tokenizer, messages), []
+            template = _A_DAY + tokenizer.get_chat_template()
+            text, parts = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False), []
             for mark in _MARKS:
                 part, found, text = text.partition(mark)
                 if not found:
@@ -92,25 +80,6 @@ class Turns:
     def highest(self) -> int:
         """The largest id."""
         return max((*self.opening, *self.answer, *self.reply), default=0)
-
-
-def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
-    """Messages in the tokenizer's chat template. A process of its own bounds their time and memory: jinja does not.
-
-    Raises:
-        RuntimeError: The template fails, or takes more.
-    """
-    template = _A_DAY + tokenizer.get_chat_template()
-    given = {"conversations": [messages], "chat_template": template, **tokenizer.special_tokens_map}
-    command, paths = [sys.executable, "-P", "-c", _RENDER], os.pathsep.join(filter(None, sys.path))
-    how: dict[str, Any] = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": paths}}
-    try:
-        done = subprocess.run(command, input=json.dumps(given), timeout=_LONGEST, check=False, **how)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it takes more than {_LONGEST} seconds") from None
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}")
-    return str(json.loads(done.stdout))
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Weights:
         self._start = record
         found = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sinks"}
         if isinstance(record, FactoredAttention) and record.normalised:
-            # A norm like the others; and that behind `q_down` changes nothing only as it is (`constant_norm.behind_norm`).
+            # A norm like the others; and that behind `q_down` changes nothing only as it is (`portable_norm.behind_norm`).
             del found["gain"], found["q_down"]
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}

@@ -61,7 +61,7 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
 
 
 def sample_for(width: int, normed: bool = False) -> int:
-    """The tokens that layers of a model of that width are fitted on; `normed` with a norm (`convert.methods.constant_norm`)."""
+    """The tokens that layers of a model of that width are fitted on; `normed` with a norm (`convert.methods.portable_norm`)."""
     return max(EXCERPT, min(_NORMED_TOKENS if normed else _TOKENS, _NUMBERS // width))
 
 
@@ -98,7 +98,7 @@ class _Search:
         return tried[best]
 
     def _lacking(self, after: Record) -> torch.Tensor:
-        """`[tokens, E]`, of the outputs; what was computed last is at hand."""
+        """`[tokens, E]`, of the outputs. The last result is cached."""
         if self._last and self._last[0] is after:
             return self._last[1]
         return self._expected - attention_output(after, self._blocks)

@@ -11,7 +11,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from attention.padding import pad_values
 from attention.versions import CACHE
-from convert.checkpoint.loading import ClassTensors, Read, empty_model
+from convert.checkpoint.loading import ClassTensors
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
 from eval.inputs.reader import TensorInfo
@@ -33,38 +33,55 @@ Observe = Callable[[torch.Tensor], None]
 Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
+class Weights(Protocol):
+    """Tensors by their names in a checkpoint, and the infos of all of them."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]: ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+class Paths(Protocol):
+    """The paths of modules in a model, as families know them. The parent of an attention is its decoder layer."""
+
+    def module(self, layer: int) -> str:
+        """The layer's attention."""
+
+    def output(self, layer: int) -> str:
+        """Its output projection."""
+
+
 class LayerStream:
     """Runs the decoder layers of one model over blocks of tokens, in order, in fp32.
 
     Args:
-        config: The model's config.
-        attentions: The module path of each layer's attention; its parent is the decoder layer.
-        read: Maps the name of a tensor in the model's checkpoint to the tensor.
-        infos: The infos of all tensors of that checkpoint.
+        model: The model without weights, as `empty_model` makes it.
+        paths: Where its attentions are.
+        weights: The tensors of its checkpoint.
         text: Token ids, `[n, T]`.
-        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and a checksum of the rows' checksums. It
-            appears when it is complete, and replaces the one before it, so that an interrupted run can continue there.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of a layer, fp32, and their checksum. It appears when it is
+            complete, so that an interrupted run can continue there.
         device: The device on which layers run.
         cache: What layers read keys and values through, for one pass from the first token on; None for nothing.
     """
 
     def __init__(
         self,
-        config: Any,
-        attentions: Sequence[str],
-        read: Read,
-        infos: Mapping[str, TensorInfo],
+        model: Any,
+        paths: Paths,
+        weights: Weights,
         text: Blocks,
         spool: Path,
         device: torch.device,
         cache: Cache | None = None,
     ) -> None:
-        self._cache = cache
-        model = pad_values(empty_model(config))
-        self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
-        self._tensors = ClassTensors(model, infos)
-        self._attentions = list(attentions)
-        self.width = int(config.get_text_config(decoder=True).hidden_size)
+        self._model, self._paths, self._weights, self._cache = pad_values(model), paths, weights, cache
+        self.text, self._spool, self.device = text, spool, device
+        self._tensors = ClassTensors(model, weights.infos)
+        self._layers = self._path(0).rpartition(".")[0]  # the path of the list of layers
+        self.num_layers = len(model.get_submodule(self._layers))
+        self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self._batches = text.batches(min(_TOKENS, text.rows.numel()))
         self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
@@ -77,19 +94,15 @@ class LayerStream:
             module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
     @property
-    def num_layers(self) -> int:
-        return len(self._attentions)
-
-    @property
     def ready(self) -> set[int]:
-        """The layers whose inputs exist: none before `embed`, then the next layer, and the one before it if it was kept."""
-        return {layer for layer in range(len(self._attentions) + 1) if self._whole(layer)}
+        """The layers whose inputs exist: none before `embed`, then the next layer, and the one that was run last."""
+        return {layer for layer in range(self.num_layers + 1) if self._complete(layer)}
 
     @torch.no_grad()
     def embed(self) -> None:
         """Compute the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
-        mapped = self._tensors.tensor(self._embedding, self._read)
+        mapped = self._tensors.tensor(self._embedding, self._weights.__getitem__)
         tokens, ids = self.text.rows.unique(return_inverse=True)  # no others are read
         embeddings.weight = torch.nn.Parameter(mapped[tokens].float(), requires_grad=False)
         require_finite(self._embedding, embeddings.weight)
@@ -119,43 +132,43 @@ class LayerStream:
         self,
         layer: int,
         see: Observe | None = None,
-        then: Callable[[], None] | None = None,
         attended: Attended | None = None,
-        output: str | None = None,
-        keep: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Run the layer, and replace all earlier inputs with its outputs.
+        """Run the layer, whose outputs are the inputs of the next one. Its own inputs stay, earlier ones are removed.
 
         Args:
             layer: The index of the layer.
             see: As in `observe`.
-            then: Called after the last batch, while the inputs still exist.
-            attended: Called with each batch's number, the layer's input and its attention's output, both `[b, T, E]`.
-            output: The path of the module whose output that is; None for the attention, to which some classes add the residual.
-            keep: Whether the layer's inputs are kept until the next layer is run.
-            weights: Tensors of the layer by their names in the checkpoint, used instead of those from `read`.
+            attended: Called with each batch's number, the layer's input and its output projection's output, both `[b, T, E]`.
+            weights: Tensors of the layer by their names in the checkpoint, used instead of those of the checkpoint.
         """
+        self.discard(but=layer)
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
         loaded = self._loaded(self._within(layer), weights)
-        with loaded, self._watched(layer, see, note, output), self._writing(layer + 1) as write:
+        with loaded, self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(len(self._batches)):
                 inputs = self.batch(layer, batch)
                 write(self._forward(layer, inputs))
                 if attended:
                     attended(batch, inputs, out.pop())
-            if then:
-                then()
-        for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
-            self._inputs(earlier).unlink()
         trim_memory()
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
         """The layer as a function of its attention's weights, during the block."""
+        path, inside = self._paths.module(layer), f"{self._path(layer)}."
+        attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
+        # Conversions on loading would not pass gradients.
+        assert not any(map(self._tensors.is_converted, attention)), "an attention whose tensors are fused on loading"
+
+        def run(hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            given = {name.removeprefix(inside): self._tensors.tensor(name, weights.__getitem__) for name in attention}
+            return self._forward(layer, hidden, given)
+
         with self._loaded(self._within(layer, attention=False)):
-            yield OpenLayer(self, layer)
+            yield OpenLayer(run, self._model.get_submodule(self._paths.output(layer)))
 
     def batch(self, layer: int, batch: int) -> torch.Tensor:
         """The layer's inputs of one batch, `[b, t, E]`; for `num_layers`, the outputs of the last layer."""
@@ -169,10 +182,11 @@ class LayerStream:
         # Indexing copies, so the file does not stay mapped.
         return [self.text.shaped(part, mapped[part].to(self.device)) for part in self.text.alike(rows)]
 
-    def discard(self) -> None:
-        """Remove the spooled inputs."""
+    def discard(self, but: int | None = None) -> None:
+        """Remove the spooled inputs, but those of one layer."""
         for path in self._spool.parent.glob(f"{self._spool.name}-*"):
-            path.unlink()
+            if but is None or path != self._inputs(but):
+                path.unlink()
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -182,36 +196,33 @@ class LayerStream:
     @contextlib.contextmanager
     def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
         temporary = self._spool.with_name(f"{self._spool.name}-{layer}-unfinished")  # which no other layer's file ever was
-        checksums: list[int] = []
+        checksum = 0
         with temporary.open("wb") as file:
 
             def write(hidden: torch.Tensor) -> None:
-                for data in hidden.float().cpu().reshape(-1, self.text.context * self.width).numpy():
-                    checksums.append(zlib.crc32(data.data))
-                    file.write(data.data)
+                nonlocal checksum
+                data = hidden.float().cpu().contiguous().numpy().data
+                checksum = zlib.crc32(data, checksum)
+                file.write(data)
 
             yield write
-            file.write(_combined(checksums))
+            file.write(checksum.to_bytes(_CHECKSUM))
         temporary.replace(self._inputs(layer))
         self._trusted.add(layer)
 
-    @property
-    def _row_bytes(self) -> int:
-        """The bytes of a row in a file of inputs."""
-        return self.text.context * self.width * 4
-
-    def _whole(self, layer: int) -> bool:
+    def _complete(self, layer: int) -> bool:
         """Whether the layer's inputs exist. A file of an earlier run is compared with its checksum."""
         path = self._inputs(layer)
         if not path.is_file():
             return False
         if layer not in self._trusted:
-            count = len(self.text.rows)
-            if path.stat().st_size != count * self._row_bytes + _CHECKSUM:
+            left, checksum = self.text.rows.numel() * self.width * 4, 0
+            if path.stat().st_size != left + _CHECKSUM:
                 return False
             with path.open("rb") as file:
-                checksums = [_checksum(file, self._row_bytes) for _ in range(count)]
-                if file.read() != _combined(checksums):
+                while data := file.read(min(left, _CHUNK)):
+                    checksum, left = zlib.crc32(data, checksum), left - len(data)
+                if file.read() != checksum.to_bytes(_CHECKSUM):
                     return False
             self._trusted.add(layer)
         return True
@@ -220,17 +231,12 @@ class LayerStream:
 
     def _path(self, layer: int) -> str:
         """The path of the decoder layer."""
-        return self._attentions[layer].rpartition(".")[0]
-
-    @property
-    def _layers(self) -> str:
-        """The path of the list of layers."""
-        return self._path(0).rpartition(".")[0]
+        return self._paths.module(layer).rpartition(".")[0]
 
     def _within(self, layer: int, attention: bool = True) -> list[str]:
         """The names of a layer's parameters, with or without those of its attention."""
         found = _below(self._path(layer), self._tensors.names)
-        left_out = set() if attention else set(_below(self._attentions[layer], found))
+        left_out = set() if attention else set(_below(self._paths.module(layer), found))
         return [name for name in found if name not in left_out]
 
     def _around(self) -> list[str]:
@@ -247,7 +253,7 @@ class LayerStream:
         given = [name for name in names if name not in buffers or name not in self._tensors.missing]
 
         def read(name: str) -> torch.Tensor:
-            tensor = weights[name] if weights and name in weights else self._read(name)
+            tensor = weights[name] if weights and name in weights else self._weights[name]
             require_finite(name, tensor)
             return tensor
 
@@ -265,27 +271,20 @@ class LayerStream:
                     set_module_tensor_to_device(self._model, name, "meta")
 
     @contextlib.contextmanager
-    def _watched(
-        self, layer: int, see: Observe | None, out: Observe | None = None, output: str | None = None
-    ) -> Iterator[None]:
-        """Call `see` with the inputs of the layer's attention, and `out` with its outputs or another module's, in the block."""
+    def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
+        """Call `see` with the inputs of the layer's attention, and `out` with its output projection's outputs, in the block."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if see is not None:
                 see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
-        def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        def after(module: torch.nn.Module, args: tuple[Any, ...], result: torch.Tensor) -> None:
             if out is not None:
-                out(result[0] if isinstance(result, tuple) else result)
+                out(result)
 
-        attention = self._model.get_submodule(self._attentions[layer])
-        last = self._model.get_submodule(output or self._attentions[layer])
-        handles = attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)
-        try:
+        attention, last = (self._model.get_submodule(path(layer)) for path in (self._paths.module, self._paths.output))
+        with attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         shape, module = (hidden.shape[0], hidden.shape[1]), self._model.get_submodule(self._path(layer))
@@ -305,7 +304,7 @@ class LayerStream:
         decoder, _, name = self._layers.rpartition(".")
         owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
         calls: list[_Call] = []
-        last = 0 if first_only else len(self._attentions) - 1
+        last = 0 if first_only else self.num_layers - 1
         setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
         try:
             through = {"use_cache": False} if self._cache is None else {"use_cache": True, CACHE: self._cache}
@@ -321,51 +320,30 @@ class OpenLayer:
     """A layer that takes its attention's weights as an argument of each call.
 
     Args:
-        stream: The model of the layer.
-        layer: Its index.
+        run: `(hidden, weights) -> output`.
+        output: The attention's output projection.
     """
 
-    def __init__(self, stream: LayerStream, layer: int) -> None:
-        self._stream, self._layer, path = stream, layer, stream._attentions[layer]
-        self._attention = [name for name, _ in stream._model.get_submodule(path).named_parameters(path)]
-        # Conversions on loading would not pass gradients.
-        fused = any(stream._tensors.is_converted(name) for name in self._attention)
-        assert not fused, "an attention whose tensors are fused on loading"
+    def __init__(
+        self, run: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor], output: torch.nn.Module
+    ) -> None:
+        self._run, self._output = run, output
 
     def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
-        stream, inside = self._stream, f"{self._stream._path(self._layer)}."
-        given = {name.removeprefix(inside): stream._tensors.tensor(name, weights.__getitem__) for name in self._attention}
-        return stream._forward(self._layer, hidden, given)
+        return self._run(hidden, weights)
 
-    def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-        """The input of one of the layer's modules, given by its path in the model; the layer stops there."""
+    def read(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the output projection reads, `[b, T, H D]`; the layer stops there."""
         seen: list[torch.Tensor] = []
 
         def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
             seen.append(args[0])
             raise _EnoughError
 
-        handle = self._stream._model.get_submodule(module).register_forward_pre_hook(look)
-        try:
-            with contextlib.suppress(_EnoughError):
-                self(hidden, weights)
-        finally:
-            handle.remove()
+        with self._output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
+            self(hidden, weights)
         return seen[0]
-
-
-def _checksum(file: BinaryIO, size: int) -> int:
-    """That of the next bytes of a file."""
-    checksum = 0
-    while size and (data := file.read(min(size, _CHUNK))):
-        checksum, size = zlib.crc32(data, checksum), size - len(data)
-    return checksum
-
-
-def _combined(checksums: list[int]) -> bytes:
-    """One checksum of all."""
-    return zlib.crc32(b"".join(checksum.to_bytes(_CHECKSUM) for checksum in checksums)).to_bytes(_CHECKSUM)
 
 
 def _below(path: str, names: Iterable[str]) -> list[str]:
@@ -377,9 +355,10 @@ class _EnoughError(Exception):
     """Stops a forward pass that has given what is needed."""
 
 
-class _Call:
-    def __init__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.hidden, self.args, self.kwargs = hidden, args, kwargs
+class _Call(NamedTuple):
+    hidden: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class _Recorder(torch.nn.Module):

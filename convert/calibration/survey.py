@@ -52,11 +52,10 @@ class Moments:
         self._layer, self._attention, self._text = layer, attention, stream.text
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._index_of = {row: index for index, row in enumerate(self.sampled)}
-        self._seen = 0
+        self._seen = 0  # rows
         shape = len(self.sampled), self._text.context, stream.width
         self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
         width = attention.k.shape[-1]
-        self._tokens = torch.zeros((), dtype=torch.int64, device=stream.device)
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
@@ -76,7 +75,6 @@ class Moments:
             x = both.flatten(0, 1)
         self._second += x.T @ x
         self._sum += x.sum(0, dtype=torch.float64)
-        self._tokens += len(x)
         if self._attended:
             for block in blocks:
                 self._attended.add(self._attention, block)
@@ -87,26 +85,27 @@ class Moments:
         Raises:
             Failure: An input was not finite, or every input was zero.
         """
-        if not (torch.isfinite(self._second).all() and torch.isfinite(self._sum).all()):
-            raise Failure(
-                f"the input of layer {self._layer}'s attention is not finite on the calibration text",
-                hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
-            )
+        where = f"of layer {self._layer}"
+        _require_finite(f"the input {where}'s attention", self._second, self._sum)
         if not self._second.any():
             raise Failure(
-                f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
+                f"the input {where}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), int(self._tokens)
+        sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), self._seen * self._text.context
         second, mean = self._second / tokens, self._sum / tokens
         attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
-        if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
-            raise Failure(
-                f"the attention of layer {self._layer} is not finite on the calibration text",
-                hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
-            )
+        _require_finite(f"the attention {where}", attended.seen, attended.read)
         queries = self._queries / tokens if self._attention.projections else None
         return Statistics(second, mean, tokens, attended, sample, queries=queries)
+
+
+def _require_finite(what: str, *tensors: torch.Tensor) -> None:
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        raise Failure(
+            f"{what} is not finite on the calibration text",
+            hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
+        )
 
 
 def _with_constant(queries: torch.Tensor) -> torch.Tensor:
@@ -119,7 +118,7 @@ class _AttendedSums:
     """Sums over sampled queries and all heads."""
 
     def __init__(self, width: int, device: torch.device, sinks: bool = False) -> None:
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
         self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
         self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None
@@ -165,19 +164,19 @@ def survey(
     done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
     if done == layers:
         return partial(_get, shelf)
-    ready = max(stream.ready, default=None)
-    if ready is None or ready > done:  # inputs are missing that later layers need
+    begin = max((layer for layer in stream.ready if layer <= done), default=None)
+    if begin is None:
         stream.discard()
         stream.embed()
-        ready = 0
-    with stage(progress, "survey", layers - ready, "layer") as done_layers:
-        for layer in range(ready, layers):
+        begin = 0
+    with stage(progress, "survey", layers - begin, "layer") as done_layers:
+        for layer in range(begin, layers):
             moments = Moments(layer, stream, records(layer), shown=shown)
             if layer + 1 < layers:
-                stream.advance(layer, moments.see, partial(_put, shelf, stream, layer, moments))
-            elif not shelf.has(layer):
+                stream.advance(layer, moments.see)
+            else:
                 stream.observe(layer, moments.see)
-                _put(shelf, stream, layer, moments)
+            _put(shelf, stream, layer, moments)
             done_layers(1)
     stream.discard()
     return partial(_get, shelf)
@@ -185,26 +184,20 @@ def survey(
 
 def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> None:
     found = moments.statistics()
+    assert found.sample is not None, "a survey takes samples"
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
-    inverse_energy = float(squares.maximum(least).reciprocal().mean())
-    assert found.sample is not None, "a survey takes samples"
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
     queries = {} if found.queries is None else {"queries": found.queries}
-    shelf.put(
-        layer,
-        plain | attended | queries,
-        {"tokens": found.tokens, "cuts": list(found.sample.cuts), "inverse_energy": inverse_energy},
-    )
+    inverse_energy = float(squares.maximum(least).reciprocal().mean())
+    note = {"tokens": found.tokens, "cuts": list(found.sample.cuts), "inverse_energy": inverse_energy}
+    shelf.put(layer, plain | attended | queries, note)
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    attended = Attended(**{name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)})
-    sample = Blocks(tensors["sample"], tuple(note["cuts"]))
-    moments = tensors["second_moment"], tensors["first_moment"]
-    return Statistics(
-        *moments, note["tokens"], attended, sample, inverse_energy=note["inverse_energy"], queries=tensors.get("queries")
-    )
+    attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
+    sample, moments = Blocks(tensors["sample"], tuple(note.pop("cuts"))), (tensors["second_moment"], tensors["first_moment"])
+    return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=tensors.get("queries"))

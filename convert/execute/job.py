@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ import torch
 from transformers.cache_utils import Cache
 
 from attention.record import Attention, FactoredAttention
-from convert.calibration.stream import LayerStream
+from convert.calibration.stream import LayerStream, Weights
+from convert.checkpoint.loading import empty_model
 from convert.checkpoint.writer import require_finite
-from convert.families.base import unmodelled_fields
+from convert.families.base import Family, unmodelled_fields
 from convert.methods.statistics import Statistics
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.inputs.reader import Reader, TensorInfo
+from eval.inputs.reader import Reader
 from eval.terminal.progress import Progress
 
 
@@ -95,25 +95,16 @@ class Job:
         return self.text is not None and not unmodelled_fields(traits)
 
     def stream(
-        self,
-        text: CalibrationText,
-        config: Any,
-        module: Callable[[int], str],
-        read: Callable[[str], torch.Tensor],
-        infos: Mapping[str, TensorInfo],
-        spool: Path,
-        cache: Cache | None = None,
+        self, text: CalibrationText, config: Any, family: Family, weights: Weights, spool: Path, cache: Cache | None = None
     ) -> LayerStream:
         """The layers of the source or of the result, run over the calibration text.
 
         Args:
             text: Its blocks.
             config: The model's config.
-            module: Maps a layer to the path of its attention module.
-            read: Maps a tensor's name to the tensor.
-            infos: The infos of all tensors by name.
+            family: The layout of its tensors.
+            weights: These tensors.
             spool: The path prefix of the files that hold layer inputs.
             cache: As of `LayerStream`.
         """
-        modules = [module(layer) for layer in range(self.plan.before.num_layers)]
-        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, cache)
+        return LayerStream(empty_model(config), family, weights, text.blocks, spool, self.device, cache)

@@ -106,7 +106,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     @cache
     def found() -> StatisticsOf:
         plan, spool, shelf = job.plan, job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
-        stream = job.stream(seen, plan.source.config, plan.family.module, job.reader.__getitem__, job.reader.infos, spool)
+        stream = job.stream(seen, plan.source.config, plan.family, job.reader, spool)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
     return lambda layer: replace(found()(layer), context=seen.calibration.max_context)

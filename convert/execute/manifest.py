@@ -81,21 +81,28 @@ class Manifest:
         """The infos of all tensors that are written, by name."""
         return {name: info for unit in self.units for name, info in unit.outputs.items()}
 
-    @cached_property
-    def _unit_of(self) -> dict[str, Unit]:
-        return {name: unit for unit in self.units for name in unit.outputs if unit.layer is None}
-
     @property
     def nbytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
 
-    def read(self, reader: Reader, name: str) -> torch.Tensor:
-        """Make a tensor of the result, other than an attention's, from the source.
 
-        Raises:
-            KeyError: The result has no such tensor.
-        """
-        return self._unit_of[name].make(reader.__getitem__)[name]
+class Unconverted:
+    """The tensors of a result, made from the source: all but those of attentions.
+
+    Args:
+        manifest: That of the result.
+        reader: Reads the source's tensors.
+
+    Attributes:
+        infos: The infos of all tensors, those of attentions included.
+    """
+
+    def __init__(self, manifest: Manifest, reader: Reader) -> None:
+        self.infos, self._reader = manifest.outputs, reader
+        self._unit_of = {name: unit for unit in manifest.units for name in unit.outputs if unit.layer is None}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._unit_of[name].make(self._reader.__getitem__)[name]
 
 
 def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
 
+from attention.auto import config_of
+from attention.encoded_forward import rounding_cache
 from attention.record import Attention, Record
-from attention.rounded import rounding_cache
 from attention.spec import AttentionSpec
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
@@ -25,7 +25,7 @@ from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import Choice
 from convert.execute.job import Job
 from convert.execute.layer import Layer, changed, error_of
-from convert.execute.manifest import Manifest
+from convert.execute.manifest import Manifest, Unconverted
 from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
@@ -56,7 +56,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, choice: Cho
         for layer in range(begin, layers):
             if shelf.has(layer):
                 converted = _get(shelf, layer)
-                pair.teacher.advance(layer, keep=True)
+                pair.teacher.advance(layer)
             else:
                 converted = _converted(job, pair, choice, layer)
                 shelf.put(layer, converted.tensors, converted.note)
@@ -98,12 +98,10 @@ class _Pair:
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> _Pair:
         plan, spec, work = job.plan, choice.spec(job.plan), job.work.steps
         layout = plan.target.host.layout(plan.family)
-        config = AutoConfig.for_model(**plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
-        read, infos = job.reader.__getitem__, job.reader.infos
-        source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
-        made = partial(manifest.read, job.reader)
+        config = config_of(plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
+        source = job.stream(text, plan.source.config, plan.family, job.reader, work / "teacher")
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
-        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student", cache)
+        result = job.stream(text, config, layout, Unconverted(manifest, job.reader), work / "student", cache)
         return cls(plan, spec, text, layout, layout.of(config).traits.o_bias, source, result)
 
     def begin(self, missing: int) -> int:
@@ -138,7 +136,7 @@ class _Pair:
         if self.text.calibration.refit:
             after = self._refitted(layer, after)
         else:
-            self.teacher.advance(layer, keep=True)
+            self.teacher.advance(layer)
         if not self.text.calibration.refine:
             return after, {}
         write = partial(self.write, layer)
@@ -152,10 +150,9 @@ class _Pair:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
                 own = self.student.batch(layer, batch)
-                read = run.into(own, weights, self.layout.output(layer))
-                fit.see(read, added + inputs - own if lacking else added)
+                fit.see(run.read(own, weights), added + inputs - own if lacking else added)
 
-            self.teacher.advance(layer, attended=attended, output=self.plan.family.output(layer), keep=True)
+            self.teacher.advance(layer, attended=attended)
         return fit.record()
 
 

@@ -10,8 +10,8 @@ from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.methods.balanced import balanced, balanced_heads
-from convert.methods.constant_norm import behind_norm, with_constant_norm
 from convert.methods.latent import Allocation, sized
+from convert.methods.portable_norm import behind_norm, with_constant_norm
 from convert.methods.statistics import Statistics
 from convert.planning.targets import GroupedTarget, LatentTarget
 

@@ -96,7 +96,7 @@ class NormalisedLatent(Family):
         queries = local.pop("q_proj.weight") * (a.scale * math.sqrt(spec.key_dim))
         if a.q_down is None:
             local["q_proj.weight"] = queries
-        else:  # its root mean square is one (`convert.methods.constant_norm.behind_norm`)
+        else:  # its root mean square is one (`convert.methods.portable_norm.behind_norm`)
             ones = queries.new_ones(len(a.q_down))
             local |= {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": ones, "q_b_proj.weight": queries}
         gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
-from convert.healing.batches import TrainingText
-from convert.healing.memory import disk
-from convert.healing.plan import HealOptions, HealPlan, sized
+from convert.healing.plan import HealOptions, HealPlan, plan_heal
 from convert.healing.provenance import course_of
+from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
@@ -52,7 +51,7 @@ def heal_result(
         Failure: It does not train. The work stays, and `--heal 0` publishes what was converted.
     """
     assert plan.calibration is not None
-    tokens, begun = plan.calibration.heal, work.recall(_TOKENS)
+    tokens, context, begun = plan.calibration.heal, plan.calibration.heal_context, work.recall(_TOKENS)
     if begun not in (None, tokens) and (tokens or work.recall(_WRITING)):
         raise Refusal(
             f"the healing of {plan.output.path} was begun with {begun} tokens, not {tokens}",
@@ -62,19 +61,21 @@ def heal_result(
         return None
     if (found := work.recall(_COURSE)) and all(checksum(work.path / name) == hash_ for name, hash_ in found["files"].items()):
         return dict(found["course"])
-    blocks = _blocks(text, plan.calibration.context, plan.calibration.heal_context)
-    if (count := len(blocks.ids) // plan.calibration.heal_context) < _LEAST_BLOCKS:
+    calibrated, judged = (one and _blocks(one, plan.calibration.context, context) for one in (text, unseen))
+    assert calibrated is not None
+    if (count := len(calibrated.ids) // context) < _LEAST_BLOCKS:
         _log.warning(
             "the result is not healed: the text has %d blocks of %d tokens, and %d or more are needed",
-            count, plan.calibration.heal_context, _LEAST_BLOCKS,
+            count, context, _LEAST_BLOCKS,
         )  # fmt: skip
         return None
     work.remember(_TOKENS, tokens)
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            judged = None if unseen is None else _blocks(unseen, plan.calibration.context, plan.calibration.heal_context)
-            return _trained(_planned(plan, work, tokens, count, device), work, blocks, judged, progress)
+            healing = _planned(plan, work, tokens, count, device)
+            blocks = TrainingText.of([(calibrated, 1.0)], context, healing.tokens, healing.batch, judged)
+            return _trained(healing, work, blocks, progress)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
@@ -90,27 +91,28 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.dev
     result = plan.source.beside(work.path, "the result")
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
-    if found.batch > blocks // _LEAST_BLOCKS:
+    healing = plan_heal(result, plan.source, options, plan.output, str(device), plan.seed)
+    if healing.batch > blocks // _LEAST_BLOCKS:
         options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
-        found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
-    return replace(found, every=-(-found.steps // _POINTS))
+        healing = replace(healing, options=options)
+    every = -(-healing.steps // _POINTS) * healing.batch * context
+    return replace(healing, options=replace(options, eval_every=every))
 
 
-def _trained(plan: HealPlan, work: Work, text: Tokens, judged: Tokens | None, progress: Progress) -> dict[str, Any]:
-    from convert.healing.models import train  # transformers' Trainer takes a second to import
+def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress) -> dict[str, Any]:
+    from convert.healing.costs import disk  # transformers' Trainer takes a second to import
+    from convert.healing.models import train
 
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch, judged)
-    outcome, where = train(plan, blocks, reader, work.training, progress)
+    outcome, where = train(plan, text, reader, work.training, progress)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
         for file, hash_ in write_files(work.path, reader, outcome.weights, where, progress):
             work.note(file, work.done(file), hash_)
             files[file] = hash_
-    course = {**course_of(plan, blocks, outcome), "tensors": sorted(where) if outcome.weights else []}
+    course = {**course_of(plan, text, outcome), "tensors": sorted(where) if outcome.weights else []}
     work.remember(_COURSE, {"files": files, "course": course})
     return course

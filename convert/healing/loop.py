@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from attention.errors import Failure
 from convert.healing.plan import RATIO, HealPlan
-from convert.healing.tracking import tracker
-from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share
+from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
 from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
 from eval.terminal.progress import Progress, stage
 
@@ -98,40 +97,30 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def healed(
-    plan: HealPlan,
-    trainer: HealingTrainer,
-    stored: Mapping[str, torch.dtype],
-    kept: Callable[[Progressed], object],
-    progress: Progress,
-) -> Outcome:
+def healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.dtype], progress: Progress) -> Outcome:
     """Choose a learning rate, and train until the steps are done or gain nothing any more.
 
     Args:
         plan: The plan.
         trainer: Of the student; with checkpoints on disk, it goes on from the last one.
         stored: The dtype that each parameter is written in, by its name.
-        kept: Called after each checkpoint is saved, with the progress.
         progress: Called with the tokens seen.
 
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
-    progressed = checkpoint = None
-    if (last := _last(trainer)) is not None:
-        checkpoint, progressed = last
+    checkpoint, progressed = _last(trainer)
     if progressed is None:
         start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
         if start.kl <= _EXACT:
             lost = f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}"
             _tell(trainer, logging.WARNING, lost)
             return Outcome(Progressed(0.0, {}, [start]), start, {})
-        rate, tried = _chosen(plan, trainer, start, progress)
-        progressed = Progressed(rate, tried, [start])
+        progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
-        trainer.add_callback(_Course(plan, trainer, progressed, kept))
+        trainer.add_callback(_Course(plan, trainer, progressed))
         if plan.options.track is not None:
-            trainer.add_callback(tracker(plan.options.track, plan.logs))
+            trainer.add_callback(tracker(plan))
         with stage(progress, "heal", plan.tokens, "token") as done:
             done(progressed.curve[-1].tokens)
             trainer.run(plan.steps, progressed.rate, done, checkpoint)
@@ -170,16 +159,15 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
 
     While the best is the largest or the smallest that was tried, another one beyond it is tried, too.
     """
-    rates = plan.rates(start.loss_nats)
+    rates, weights, tried = plan.rates(start.loss_nats), trainer.weights(), dict[float, float]()
     if len(rates) == 1:
         return rates[0], {}
-    weights, tried = trainer.weights(), dict[float, float]()
-    for rate in rates:
+    while rates:
+        rate = rates.pop(0)
         tried[rate] = _tried(plan, trainer, rate, progress)
         trainer.restore(weights)
-    while len(tried) < plan.most_rates and (further := _beyond(tried)):
-        tried[further] = _tried(plan, trainer, further, progress)
-        trainer.restore(weights)
+        if not rates and len(tried) < plan.most_rates and (further := _beyond(tried)):
+            rates = [further]
     best = _largest(tried)
     if best is None:
         listed = ", ".join(f"{rate:.1e}" for rate in tried)
@@ -218,74 +206,73 @@ def _largest(tried: dict[float, float]) -> float | None:
 # ---- the curve and its checkpoints -------------------------------------------------------------------------------------
 
 
-class _Course(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Asks the Trainer for points of the curve, ends the training, and seals its checkpoints, which hold the progress."""
+@dataclass
+class _Course(TrainerCallback):  # type: ignore[misc]
+    """Asks the Trainer for points of the curve, ends the training, and seals its checkpoints with the progress."""
 
-    def __init__(
-        self, plan: HealPlan, trainer: HealingTrainer, progressed: Progressed, kept: Callable[[Progressed], object]
-    ) -> None:
-        self._plan, self._trainer, self._progressed, self._kept = plan, trainer, progressed, kept
-        self._losses: list[float] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": asdict(self._progressed)}
+    plan: HealPlan
+    trainer: HealingTrainer
+    progressed: Progressed
+    losses: list[float] = field(default_factory=list)  # since the last point
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        at_point = state.global_step % self._plan.every == 0 or state.global_step == self._plan.steps
+        at_point = state.global_step % self.plan.every == 0 or state.global_step == self.plan.steps
         control.should_evaluate = control.should_save = at_point
-        control.should_log = at_point or self._plan.options.track is not None
+        control.should_log = at_point or self.plan.options.track is not None
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **named: Any) -> None:
-        self._losses += [logs["loss"]] if "loss" in logs else []
+        self.losses += [logs["loss"]] if "loss" in logs else []
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **named: Any
     ) -> None:
-        step, losses = state.global_step, self._losses
-        rate = self._progressed.rate * share(step - 1, self._plan.steps)
-        tokens, measured = step * self._plan.batch * self._plan.context, (metrics["eval_kl"], metrics["eval_loss_nats"])
-        self._progressed.curve.append(_point(self._trainer, Point(step, tokens, rate, sum(losses) / len(losses), *measured)))
-        self._losses = []
-        control.should_training_stop |= self._progressed.is_stale
+        step, loss = state.global_step, sum(self.losses) / len(self.losses)
+        rate, tokens = self.progressed.rate * share(step - 1, self.plan.steps), step * self.plan.batch * self.plan.context
+        point = Point(step, tokens, rate, loss, metrics["eval_kl"], metrics["eval_loss_nats"])
+        self.progressed.curve.append(_point(self.trainer, point))
+        self.losses.clear()
+        control.should_training_stop |= self.progressed.is_stale
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         if args.should_save:
-            new = _checkpoint(self._trainer, state.global_step)
-            _seal(new)
+            new = _checkpoint(self.trainer, state.global_step)
+            _seal(new, self.progressed)
             for old in new.parent.glob("checkpoint-*"):
-                if old not in (new, _checkpoint(self._trainer, self._progressed.best.step)):
+                if old not in (new, _checkpoint(self.trainer, self.progressed.best.step)):
                     shutil.rmtree(old, ignore_errors=True)
-        self._kept(self._progressed)
 
 
-def _seal(checkpoint: Path) -> None:
+def _seal(checkpoint: Path, progressed: Progressed) -> None:
     """Write down what a checkpoint holds, once that is on disk: without this it does not count."""
     sync_tree(checkpoint)
-    seal(checkpoint / _SEAL, {name: checksum(checkpoint / name) for name in (WEIGHTS, OPTIMIZER, _STATE)})
+    files = {name: checksum(checkpoint / name) for name in (WEIGHTS, OPTIMIZER, _STATE)}
+    seal(checkpoint / _SEAL, {"files": files, "progressed": asdict(progressed)})
 
 
-def _last(trainer: HealingTrainer) -> tuple[Path, Progressed] | None:
+def _last(trainer: HealingTrainer) -> tuple[Path | None, Progressed | None]:
     """The last checkpoint that is whole, beside that of its best point, and its progress."""
     steps = (int(path.name.split("-")[1]) for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
     for checkpoint in (_checkpoint(trainer, step) for step in sorted(steps, reverse=True)):
         if not (checkpoint / _SEAL).exists():
             continue  # a run was stopped while it wrote it
-        if _is_whole(checkpoint):
-            saved = TrainerState.load_from_json(str(checkpoint / _STATE)).stateful_callbacks[_Course.__name__]["attributes"]
-            progressed = Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])
-            if progressed.best.step == 0 or _is_whole(_checkpoint(trainer, progressed.best.step)):
-                return checkpoint, progressed
+        progressed = _unsealed(checkpoint)
+        if progressed and (progressed.best.step == 0 or _unsealed(_checkpoint(trainer, progressed.best.step))):
+            return checkpoint, progressed
         damaged = f"{checkpoint} is damaged, so training goes on from an earlier one, or begins again"
         _tell(trainer, logging.WARNING, damaged)
-    return None
+    return None, None
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    sealed = unsealed(checkpoint / _SEAL)
+def _unsealed(checkpoint: Path) -> Progressed | None:
+    """The progress at a checkpoint; None if a file of it is not as it was written."""
+    noted = unsealed(checkpoint / _SEAL)
     try:
-        return sealed is not None and all(checksum(checkpoint / name) == hash_ for name, hash_ in sealed.items())
+        if noted is None or any(checksum(checkpoint / name) != hash_ for name, hash_ in noted["files"].items()):
+            return None
     except OSError:
-        return False
+        return None
+    saved = noted["progressed"]
+    return Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])
 
 
 def _checkpoint(trainer: HealingTrainer, step: int) -> Path:

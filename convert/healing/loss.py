@@ -1,16 +1,24 @@
 """The loss of healing: KL(teacher ‖ student) of each token's prediction, at temperature 1, in fp32.
 
-It is computed for a few tokens at a time, together with its gradient, so that logits never exist for all tokens. The backward
-pass then only scales that gradient.
+Logits of a long block over a large vocabulary take more memory than the model. So the decoder of a causal LM runs first, and
+its hidden states become logits for a few tokens at a time; what a class does around its output embedding (scales, caps, casts)
+stays its own. The gradient is computed together with the loss, and the backward pass only scales it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import nll_loss
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from attention.versions import CACHE
 
 VALUES_AT_ONCE = 2**23  # logits at a time
 
@@ -18,6 +26,86 @@ VALUES_AT_ONCE = 2**23  # logits at a time
 Expected = Callable[[slice], torch.Tensor]
 # Hidden states `[n, E]` → logits `[n, vocabulary]`, fp32.
 Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Distillation(nn.Module):
+    """The student, its teacher and the loss in one module, so that wrappers around it see every use of both.
+
+    Args:
+        student: A causal LM of transformers.
+        teacher: The source, whose predictions it learns; without gradients.
+        ce: The weight of the cross-entropy beside the KL.
+        vocabulary: Of both.
+        cache: Makes the student's cache of one pass, through whose rounding it trains; None for none.
+        dtype: What products are computed in; weights are fp32.
+    """
+
+    def __init__(
+        self,
+        student: Any,
+        teacher: Any,
+        ce: float,
+        vocabulary: int,
+        cache: Callable[[], Cache] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.student, self.teacher, self._cache = student, teacher, cache
+        self._ce, self._vocabulary, self._dtype = ce, vocabulary, dtype
+        # The classes of layers, which FSDP reads: it shards layer by layer.
+        self._no_split_modules = sorted({*(student._no_split_modules or ()), *(teacher._no_split_modules or ())})
+
+    def train(self, mode: bool = True) -> Distillation:
+        """Keep the modes of both models: nothing is dropped, and only layers to compute again are in training mode."""
+        return self
+
+    def forward(self, ids: torch.Tensor, measures: bool = False) -> torch.Tensor:
+        """The summed loss of the tokens that have a predecessor.
+
+        Args:
+            ids: `[B, T]`, blocks of text.
+            measures: Instead: `[B, 3]`, each block's mean KL, and the student's and the teacher's mean losses on its text.
+        """
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            with torch.no_grad():
+                teachers = hidden_states(self.teacher, ids)[:, :-1].flatten(0, 1)
+            states = hidden_states(self.student, ids, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
+            both = states, partial(logits_of, self.student), lambda chunk: logits_of(self.teacher, teachers[chunk])
+            targets = ids[:, 1:].flatten()
+            if measures:
+                return measured(*both, targets, self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
+            outputs = self.student.get_output_embeddings()
+            of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
+            return distance(*both, targets, self._vocabulary, self._ce, of_head)
+
+
+@dataclass
+class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+    """The output of a decoder, with all that classes read of it."""
+
+    router_logits: Any = None
+
+
+def hidden_states(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+    """The decoder's output for `ids [B, T]`: `[B, T, E]`, without a cache or through one."""
+    kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}
+    found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept).last_hidden_state
+    return found
+
+
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The class's logits `[n, vocabulary]`, in fp32, of hidden states `[n, E]`."""
+    decoder, ids = model.get_decoder(), torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    own = decoder.__dict__.get("forward")  # accelerate's hooks are there
+    decoder.forward = lambda *args, **kwargs: _Hidden(last_hidden_state=hidden[None])
+    try:
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+    return found[0].float()
 
 
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
@@ -51,50 +139,38 @@ def distance(
         ce: The weight of the cross-entropy.
         parameters: Those of the head that train.
     """
-    found: torch.Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-        hidden, head, expected, targets, vocabulary, ce, *parameters
-    )
-    return found
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    slopes, *of_parameters = (torch.zeros_like(tensor) for tensor in (hidden, *parameters))
+    for chunk in chunks(len(hidden), vocabulary):
+        with torch.no_grad():
+            teacher = expected(chunk).log_softmax(-1)
+        with torch.enable_grad():
+            states = hidden[chunk].detach().requires_grad_(True)
+            found = head(states).log_softmax(-1)
+            loss = distances(teacher, found).sum()
+            if ce:
+                loss = loss + ce * nll_loss(found, targets[chunk], reduction="sum")
+            slopes[chunk], *others = torch.autograd.grad(loss, [states, *parameters])
+        for sum_, other in zip(of_parameters, others, strict=True):
+            sum_ += other
+        total += loss.detach().double()
+    value, gradients = total.to(torch.promote_types(hidden.dtype, torch.float32)), (slopes, *of_parameters)
+    result: torch.Tensor = _Known.apply(value, gradients, hidden, *parameters)  # type: ignore[no-untyped-call]
+    return result
 
 
-class _Chunked(torch.autograd.Function):
-    """Computes the loss and its gradient chunk by chunk."""
+class _Known(torch.autograd.Function):
+    """A value whose gradients, by the tensors that follow, are known."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        head: Head,
-        expected: Expected,
-        targets: torch.Tensor,
-        vocabulary: int,
-        ce: float,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        slopes = torch.empty_like(hidden)
-        of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
-        for chunk in chunks(len(hidden), vocabulary):
-            with torch.no_grad():
-                teacher = expected(chunk).log_softmax(-1)
-            with torch.enable_grad():
-                states = hidden[chunk].detach().requires_grad_(True)
-                found = head(states).log_softmax(-1)
-                loss = distances(teacher, found).sum()
-                if ce:
-                    loss = loss + ce * nll_loss(found, targets[chunk], reduction="sum")
-                slopes[chunk], *others = torch.autograd.grad(loss, [states, *parameters])
-            for sum_, other in zip(of_parameters, others, strict=True):
-                sum_ += other
-            total += loss.detach().double()
-        ctx.save_for_backward(slopes, *of_parameters)
-        return total.to(torch.promote_types(hidden.dtype, torch.float32))
+    def forward(ctx: Any, value: torch.Tensor, gradients: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*gradients)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *outward: torch.Tensor) -> Any:
         (scale,) = outward
-        slopes, *of_parameters = ctx.saved_tensors
-        return slopes * scale, None, None, None, None, None, *(found * scale for found in of_parameters)
+        return None, None, *(gradient * scale for gradient in ctx.saved_tensors)
 
 
 def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:

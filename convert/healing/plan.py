@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.encoded_forward import require_cache
 from attention.errors import Refusal
 from attention.formats import Format, rounding_of
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
-from convert.healing.student import of_part
-from convert.healing.tracking import require_tracker
-from convert.healing.trainable import require_peft
+from convert.families import Family
 from convert.healing.weights import held_parameters
-from convert.output.destination import Output, check_output, read_provenance
+from convert.output.destination import Output, read_provenance
 from convert.planning.base import convertible, location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts
-from eval.machine.capacity import count_parameters
 from eval.machine.device import require_device
 from eval.quality.origin import stated_cache
-
-if TYPE_CHECKING:
-    from convert.families import Family
 
 EFFORTS = {
     "quick": (20, 50),
@@ -51,23 +45,10 @@ _WIDTH = 2048  # of the models that these are of
 
 @dataclass(frozen=True)
 class HealOptions:
-    """The user's options. Numbers left as None depend on the model and on each other.
+    """The user's options, as `convert.arguments.options` declares them.
 
-    Attributes:
-        texts: To train on.
-        tokens: Tokens to train on; None for those of `effort`.
-        effort: One of `EFFORTS`.
-        context: Tokens per block.
-        batch_tokens: Tokens per step, over all processes.
-        micro_batch_tokens: Tokens per forward pass.
-        lr: The learning rate; None to choose among several, where steps suffice to try them.
-        train: One of `PARTS`.
-        lora_rank: The rank of what trains beside a matrix; None where matrices themselves train.
-        ce: The weight of the cross-entropy beside the KL.
-        eval_every: Tokens from one point of the curve to the next.
-        checkpointing: Whether layers are computed again in the backward pass, which saves memory.
-        track: The tracker that figures go to; None for none.
-        cache_dtype: The format of the cache that the result is for; None for the one that CONVERTED was made for.
+    Numbers left as None depend on the model and on each other. The learning rate is then chosen among several, where steps
+    suffice to try them, and the format of the cache is the one that CONVERTED was made for.
     """
 
     texts: Texts
@@ -93,49 +74,67 @@ class HealPlan:
     Attributes:
         converted: The checkpoint to heal.
         teacher: The source that it was made from.
-        family: The family that reads the converted checkpoint.
-        spec: Its attention.
+        spec: The attention of the converted checkpoint.
         output: Where the result goes.
         options: As given.
         context: Tokens per block.
-        batch: Blocks per step.
-        micro_batch: Blocks per forward pass.
-        steps: How many.
-        every: Steps from one point of the curve to the next.
+        asked: Tokens to train on, of which whole steps are taken.
         device: As on the command line.
         seed: For the order of blocks.
         cache_dtype: The format of the cache that the result is for, which a dtype is, too.
+        model: The converted model without weights: its parameters are on the meta device.
+        names: The parameters to train, with those few of which nothing may change.
     """
 
     converted: Source
     teacher: Source
-    family: Family
     spec: AttentionSpec
     output: Output
     options: HealOptions
     context: int
-    batch: int
-    micro_batch: int
-    steps: int
-    every: int
+    asked: int
     device: str
     seed: int
     cache_dtype: str
+    model: Any = field(repr=False, compare=False)
+    names: tuple[str, ...] = field(repr=False)
 
     @property
-    def rounding(self) -> Format | None:
-        """The format through whose rounding the result is trained; None for a dtype."""
-        return rounding_of(self.cache_dtype)
+    def batch(self) -> int:
+        """Blocks per step."""
+        tokens = self.options.batch_tokens or min(_MOST_PER_STEP, self.asked // _STEPS)
+        return max(1, tokens // self.context)
 
     @property
-    def teacher_spec(self) -> AttentionSpec:
-        """The attention of the source."""
-        return AttentionSpec.from_config(self.teacher.config)
+    def micro_batch(self) -> int:
+        """Blocks per forward pass."""
+        return min(self.batch, max(1, (self.options.micro_batch_tokens or _AT_ONCE) // self.context))
+
+    @property
+    def steps(self) -> int:
+        """How many steps are taken."""
+        return max(1, self.asked // (self.batch * self.context))
+
+    @property
+    def every(self) -> int:
+        """Steps from one point of the curve to the next."""
+        tokens = self.options.eval_every
+        return max(1, tokens // (self.batch * self.context) if tokens else -(-self.steps // _POINTS))
 
     @property
     def tokens(self) -> int:
         """Tokens to train on: whole steps."""
         return self.steps * self.batch * self.context
+
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank of what trains beside a matrix; None where matrices themselves train."""
+        return self.options.lora_rank or _LORA_RANK if self.options.train == "lora" else None
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format through whose rounding the result is trained; None for a dtype."""
+        return rounding_of(self.cache_dtype)
 
     @property
     def trial_steps(self) -> int:
@@ -149,16 +148,8 @@ class HealPlan:
         return min(_MOST_RATES, int(_TRIALS * self.steps / self.trial_steps))
 
     @property
-    def logs(self) -> Path:
-        """The directory of trackers that write files."""
-        return self.output.path.with_name(f"{self.output.path.name}.logs")
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user."""
-        return (*self._of_another_teacher(), *self._of_refinement())
-
-    def _of_another_teacher(self) -> tuple[str, ...]:
+        """Notes for the user: on a teacher that conversion.json does not name."""
         named, location = _stated_source(self.converted), location_of(self.teacher)
         if named is None or str(Path(named).resolve()) == location or named.split("@")[0] == self.teacher.repository:
             return ()
@@ -167,49 +158,32 @@ class HealPlan:
             "the result will follow it, and not its source",
         )
 
-    def _of_refinement(self) -> tuple[str, ...]:
-        options = _stated_options(self.converted)
-        if options is None or "refine" in options or "converted" in options:
-            return ()
-        return (
-            "its layers were not refined: --refine 300 in the conversion takes half to two thirds of the loss from small "
-            "models, at a lower cost; a model of 135M parameters gained more from healing in the same time",
-        )
-
     def rates(self, loss: float) -> list[float]:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
             return [self.options.lr]
-        middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.options.lora_rank is None else _LORA_RATE)
+        middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.lora_rank is None else _LORA_RATE)
         return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
 
     def recipe(self) -> dict[str, Any]:
-        """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
+        """The options by which `convert run` repeats it in any directory; OUTPUT is left out."""
         o = self.options
-        every = {
+        numbers = {
             "tokens": self.tokens,
             "context": self.context,
             "batch_tokens": self.batch * self.context,
             "lr": o.lr,
             "train": o.train,
-            "lora_rank": o.lora_rank,
+            "lora_rank": self.lora_rank,
             "ce": o.ce or None,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
             "cache_dtype": o.cache_dtype if self.rounding is None else self.cache_dtype,
+            "trust_remote_code": self.converted.trust_remote_code or None,
         }
-        numbers = {name: value for name, value in every.items() if value is not None}
-        trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
-        text = as_options(o.texts, absolute=True)
-        return {
-            "heal": {
-                "converted": location_of(self.converted),
-                "teacher": location_of(self.teacher),
-                **text,
-                **numbers,
-                **trusted,
-            }
-        }
+        models = {"converted": location_of(self.converted), "teacher": location_of(self.teacher)}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        return models | as_options(o.texts, absolute=True) | given
 
 
 def start_rate(loss: float, width: int) -> float:
@@ -218,12 +192,14 @@ def start_rate(loss: float, width: int) -> float:
     return rate * _WIDTH / width
 
 
-def plan_heal(converted: Source, teacher: str | None, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
+def plan_heal(
+    converted: Source, teacher: Source | None, options: HealOptions, output: Output, device: str, seed: int
+) -> HealPlan:
     """The plan of a healing.
 
     Args:
         converted: The checkpoint to heal.
-        teacher: The source's directory or Hub id; None for the one that conversion.json names.
+        teacher: The source; None for the one that conversion.json names.
         options: The user's options.
         output: Where the result goes.
         device: As on the command line.
@@ -234,12 +210,15 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     """
     require_device(device)
     if options.track is not None:
-        require_tracker(options.track)
+        _require_tracker(options.track)
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
-    options = _with_rank(options)
-    convertible(converted)
-    source = converted.beside(teacher or _named_teacher(converted))
+    if options.train == "lora":
+        _require_peft()
+    elif options.lora_rank is not None:
+        raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
+    family = convertible(converted)
+    source = teacher or converted.beside(_named_teacher(converted))
     source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
         raise Refusal(
@@ -252,53 +231,30 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
             f"{converted.reference} holds pickled weights, which heal does not write",
             hint="load it with transformers, and save it with save_pretrained, as safetensors",
         )
-    for other in (converted, source):
-        check_output(output.path, other.directory, output.overwrite, output.resume)
-    return sized(converted, source, options, output, device, seed)
-
-
-def sized(converted: Source, source: Source, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
-    """The plan of a healing of which nothing else has to be refused. Arguments as of `plan_heal`; `source` is the teacher.
-
-    Raises:
-        Refusal: The models do not take such a context, or a tensor cannot be written back.
-    """
-    family = convertible(converted)
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
-    tokens = options.tokens or _tokens_of(options.effort, converted)
-    batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)
-    micro_batch = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
-    steps = max(1, tokens // (batch * context))
-    every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
-    spec = family.spec
-    model = empty_model(converted.config)
-    held_parameters(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
-    planned = HealPlan(
-        converted,
-        source,
-        family,
-        spec,
-        output,
-        options,
-        context,
-        batch,
-        micro_batch,
-        steps,
-        max(1, every),
-        device,
-        seed,
-        options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype,
-    )
-    _check_rounding(planned, model)
-    return planned
+    spec, model = family.spec, empty_model(converted.config)
+    names = named(model, family, spec.num_layers, options.train)
+    held_parameters(model, Reader(converted.files), names)
+    tokens = options.tokens or _tokens_of(options.effort, model)
+    cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
+    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, model, names)
+    _check_rounding(plan)
+    return plan
 
 
-def _check_rounding(plan: HealPlan, model: Any) -> None:
+def named(model: Any, family: Family, layers: int, part: str) -> tuple[str, ...]:
+    """The names of the parameters of a part: "attention", with the norms before it; "lora", of the same; or "all"."""
+    norms = [norm.name for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
+    inside = tuple(f"{module}." for module in (*map(family.module, range(layers)), *norms))
+    return tuple(name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside))
+
+
+def _check_rounding(plan: HealPlan) -> None:
     """Refuse a format that the cache cannot have, or that training cannot round to."""
     plan.spec.bytes_per_token(plan.cache_dtype)
     if plan.rounding is None:
         return
-    require_cache(model, plan.rounding)
+    require_cache(plan.model, plan.rounding)
     if plan.options.checkpointing:
         raise Refusal(
             f"--checkpointing computes layers again without a cache, and the result is for one in {plan.cache_dtype}",
@@ -306,21 +262,29 @@ def _check_rounding(plan: HealPlan, model: Any) -> None:
         )
 
 
-def _with_rank(options: HealOptions) -> HealOptions:
-    """The options, with a rank if LoRA trains."""
-    if options.train == "lora":
-        require_peft()
-        return replace(options, lora_rank=options.lora_rank or _LORA_RANK)
-    if options.lora_rank is not None:
-        raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
-    return options
+def _require_tracker(name: str) -> None:
+    """Refuse a tracker that transformers does not know, or whose package is not installed."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if name not in INTEGRATION_TO_CALLBACK:
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        raise Refusal(f"transformers knows no tracker {name!r}", hint=f"choose one of {known}")
+    if name not in get_available_reporting_integrations():
+        raise Refusal(f"the package of the tracker {name} is not installed", hint=f"pip install {name}")
 
 
-def _tokens_of(name: str, converted: Source) -> int:
-    if name not in EFFORTS:
-        raise Refusal(f"no effort {name!r} (choose {', '.join(EFFORTS)})")
-    parameters = count_parameters(converted.config)
-    return EFFORTS[name][parameters > _LARGE] * 10**6
+def _require_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'") from None
+
+
+def _tokens_of(effort: str, model: Any) -> int:
+    if effort not in EFFORTS:
+        raise Refusal(f"no effort {effort!r} (choose {', '.join(EFFORTS)})")
+    return EFFORTS[effort][sum(parameter.numel() for parameter in model.parameters()) > _LARGE] * 10**6
 
 
 def _named_teacher(converted: Source) -> str:
@@ -337,13 +301,7 @@ def _named_teacher(converted: Source) -> str:
 
 def _stated_source(converted: Source) -> str | None:
     """The model that conversion.json says it was made from; None if it says nothing."""
-    options = _stated_options(converted) or {}
-    named = options.get("teacher") or options.get("model")
-    return named if isinstance(named, str) else None
-
-
-def _stated_options(converted: Source) -> dict[str, Any] | None:
-    """The options by which conversion.json says that it was made; None if it says nothing."""
     recipe = read_provenance(converted.files).get("recipe")
     options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    return options if isinstance(options, dict) else None
+    named = options.get("teacher") or options.get("model") if isinstance(options, dict) else None
+    return named if isinstance(named, str) else None

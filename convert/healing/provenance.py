@@ -1,4 +1,8 @@
-"""conversion.json of a healed checkpoint: the conversion's own, the recipe of the healing, its curve and the versions."""
+"""What is written about a healing: conversion.json and README.md.
+
+conversion.json is the conversion's own, with the recipe of the healing, its curve and the versions. The result loads and serves
+as the converted checkpoint does.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from attention.calibrated import OF_SOURCE, POSITIONS, STATED
-from convert.healing.batches import TrainingText
+from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
+from attention.spec import AttentionSpec
 from convert.healing.plan import HealPlan
+from convert.healing.texts import TrainingText
+from convert.output.card import command_line, metadata_of, render, stated_loading, stated_metadata
 from convert.output.destination import read_provenance
 from convert.output.provenance import versions
+from convert.planning.texts import as_options
 
 if TYPE_CHECKING:
     from convert.healing.loop import Outcome
@@ -32,22 +39,23 @@ def provenance_of(
         outcome: What it came to.
         healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
-    before, context = read_provenance(plan.converted.files), plan.teacher.longest_context
+    before, source, context = read_provenance(plan.converted.files), plan.teacher, plan.teacher.longest_context
     conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if before.get(key) is not None}
+    spec = AttentionSpec.from_config(source.config)
     return {
-        "source": {"model": plan.teacher.reference, "revision": plan.teacher.commit},
+        "source": {"model": source.reference, "revision": source.commit},
         "kind": plan.spec.kind,
         **{key: value for key, value in before.items() if key not in _OF_ONE_RUN + _OF_CONVERSION},
         "kvfold": version("kvfold"),
-        "recipe": plan.recipe(),
+        "recipe": {"heal": plan.recipe()},
         "kv_bytes_per_token": {
-            "before": plan.teacher_spec.bytes_per_token(plan.teacher.dtype, context),
+            "before": spec.bytes_per_token(source.dtype, context),
             "after": plan.spec.bytes_per_token(plan.cache_dtype, context),
             "cache_dtype": plan.cache_dtype,
-            **({"context": context} if plan.teacher_spec.is_cut(context) else {}),
+            **({"context": context} if spec.is_cut(context) else {}),
         },
         "healing": {
-            "teacher": plan.teacher.reference,
+            "teacher": source.reference,
             "converted": plan.converted.reference,
             "texts": texts,
             **course_of(plan, text, outcome),
@@ -74,3 +82,23 @@ def course_of(plan: HealPlan, text: TrainingText, outcome: Outcome) -> dict[str,
         "after": {"kl": after.kl, "loss_nats": after.loss_nats, "step": after.step},
         "curve": [asdict(point) for point in progressed.curve],
     }
+
+
+def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
+    """The text of README.md, from conversion.json without its `run`."""
+    options = plan.recipe() | as_options(plan.options.texts) | {"teacher": plan.teacher.reference}
+    del options["converted"]
+    return render(
+        "healing.md.j2",
+        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], plan.converted.files),
+        kind=plan.spec.kind,
+        base=plan.teacher.repository or plan.teacher.name,
+        command=command_line("heal", plan.converted.reference, options),
+        provenance=provenance,
+        healing=provenance["healing"],
+        bytes=provenance["kv_bytes_per_token"],
+        rounding=plan.rounding,
+        evaluation=provenance.get("evaluation"),
+        loading=stated_loading(provenance),
+        calibrated=Calibrated.read(provenance),
+    )

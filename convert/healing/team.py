@@ -1,4 +1,7 @@
-"""The processes of one healing: one, or those that `accelerate launch` or torchrun started."""
+"""The processes of one healing: one, or those that `accelerate launch` or torchrun started.
+
+Under FSDP 2, each holds a part of every tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attention.errors import Interrupted, Refusal
 from convert.healing.plan import HealPlan
@@ -15,9 +21,10 @@ from eval.machine.device import compute_device, out_of_memory, rough
 
 _PATIENCE = timedelta(days=1)  # others wait while the first process writes a text
 _WIDE = 512  # on a CPU, casts of narrower models take longer than their products in bfloat16 save
-_UNTRIED = {
-    "fsdp_activation_checkpointing": "give --checkpointing to convert heal",
-    "fsdp_offload_params": "set it to false",
+_UNTRIED = {  # by the variable that asks for it: its name, and what to do instead
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "launch it with FSDP 2, which divides weights, too"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("fsdp_activation_checkpointing", "give --checkpointing to convert heal"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "set it to false in accelerate's config"),
 }
 
 
@@ -36,14 +43,12 @@ def join(plan: HealPlan) -> None:
     Raises:
         Refusal: They cannot share its steps, or were launched in a way that healing does not support.
     """
-    if _asks_for("ACCELERATE_USE_DEEPSPEED"):
-        raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which divides weights, too")
+    for variable, (name, hint) in _UNTRIED.items():
+        if _asks_for(variable):
+            raise Refusal(f"healing does not support {name}", hint=hint)
     if shards():
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
             raise Refusal(f"healing does not support FSDP {version}", hint="set fsdp_version to 2 in accelerate's config")
-        for setting, hint in _UNTRIED.items():
-            if _asks_for(setting.upper()):
-                raise Refusal(f"healing does not support {setting} of accelerate's config", hint=hint)
         # Constants of latents are found in their values, so every process has to read the weights.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if (count := launched_count()) > 1:
@@ -91,3 +96,37 @@ def agreed(mine: Any) -> Any:
             hint="fix what that one says and rerun with --resume",
         ) from error
     return said[0]
+
+
+# ---- tensors, of which each process may hold a part -------------------------------------------------------------------
+
+
+def reshard(module: nn.Module) -> None:
+    """Let every process hold its parts alone. After a forward pass without a backward pass, some modules are whole still.
+
+    What is written into parts would not reach these.
+    """
+    for inside in module.modules():
+        if isinstance(inside, FSDPModule):
+            inside.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. Every process calls this, in the same order."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of it; they share memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A tensor that every process holds whole, in parts and on the device as `other` is."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    if not isinstance(other, DTensor):
+        return tensor.to(other.device)
+    # Without a source, no process sends anything: each takes its part of what it has.
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

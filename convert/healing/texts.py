@@ -1,22 +1,148 @@
-"""The texts of a healing: those that are given are read first, and the teacher writes its own once the work begins."""
+"""The texts of a healing, and their blocks: some are held out, the others come in an order that a seed decides.
+
+Texts that are given are read first, and the teacher writes its own once the work begins. Which blocks a step sees follows from
+the seed and the step alone, so that a resumed run sees what the first one would have.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attention.errors import Failure
-from convert.healing.batches import TrainingText, held_out
+from attention.spread import evenly_spread
+from convert.calibration.own_text import own_text
 from convert.healing.plan import HealPlan
+from convert.output.companions import write_own_text
+from convert.output.destination import CHECKPOINT, partial_path
+from convert.output.writing import Work
 from convert.planning.texts import TextSource, written_before
-from eval.inputs.text import Text, Tokens, tokenize
+from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
+from eval.machine.device import compute_device
+from eval.terminal.progress import Progress
 
+_log = logging.getLogger("kvfold")
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
 _ENOUGH = 2**21  # tokens, or as many as are trained on, that are taken from a file that has more
 _MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writing takes as long as training, or longer
+_SEED = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
+_HELD_OUT = 50  # one token of so many
+_LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens
+_SPARED = 8  # one block of so many is held out at most, where that is less
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Blocks to train on, and blocks to judge by. Blocks are named by their indices in the text.
+
+    Attributes:
+        tokens: The whole text: whole blocks of several ones, one after the other.
+        blocks: `[n, context]`, of the text, and behind them those of another one to judge by.
+        parts: Of each text the blocks to train on, int64.
+        shares: Of each text's blocks among those that are trained on.
+        held_out: The indices of the others, from all over each text; no step sees them.
+    """
+
+    tokens: Tokens
+    blocks: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    shares: tuple[float, ...]
+    held_out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[tuple[Tokens, float]], context: int, wanted: int, batch: int, judged: Tokens | None = None
+    ) -> TrainingText:
+        """Cut texts into blocks.
+
+        Args:
+            texts: The texts, each with its share of the training.
+            context: Tokens per block.
+            wanted: Tokens of the whole training; they decide how many are held out.
+            batch: Blocks per step.
+            judged: A text to judge by, so that of the others no block is held out.
+
+        Raises:
+            Failure: A text has no block to train on, or all of them less than a batch.
+        """
+        parts, aside, start, whole = list[torch.Tensor](), list[torch.Tensor](), 0, sum(share for _, share in texts)
+        for tokens, share in texts:
+            count = len(tokens.ids) // context
+            spared = min(count, held_out(count, context, int(wanted * share / whole))) if judged is None else 0
+            trains = torch.ones(count, dtype=torch.bool)
+            trains[evenly_spread(spared, count)] = False
+            parts.append(start + trains.nonzero().flatten())
+            aside.append(start + (~trains).nonzero().flatten())
+            start += count
+            if not len(parts[-1]):
+                raise Failure(
+                    f"{tokens.name} has {count} blocks of {context} tokens, too few to hold one out and train on others",
+                    hint="give a longer text, or a shorter --context",
+                )
+        if (left := sum(map(len, parts))) < batch:
+            names = " and ".join(tokens.name for tokens, _ in texts)
+            raise Failure(
+                f"{names} has {start} blocks of {context} tokens; a step takes {batch}, beside {start - left} held out",
+                hint="give a longer text, a smaller --batch-tokens or a shorter --context",
+            )
+        alone = [tokens for tokens, _ in texts]
+        text = joined(alone if len(alone) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in alone])
+        blocks = text.blocks(context)
+        if judged is not None:
+            aside = [start + torch.arange(len(judged.ids) // context)]
+            blocks = torch.cat((blocks, judged.blocks(context)))
+        return cls(text, blocks, tuple(parts), tuple(share for _, share in texts), torch.cat(aside))
+
+    def order(self, count: int, seed: int) -> torch.Tensor:
+        """`[count]`, the indices of the blocks that steps see, one after the other.
+
+        Texts take turns by their shares. Each gives all of its blocks in random order, then all in another order, and so on.
+        """
+        order = torch.empty(count, dtype=torch.int64)
+        for index in range(count):
+            text, number = turn(index, self.shares)
+            again, among = divmod(number, len(self.parts[text]))
+            order[index] = self.parts[text][_order(len(self.parts[text]), seed, again)[among]]
+        return order
+
+    def passes(self, steps: int, size: int) -> float:
+        """How often steps of `size` blocks go over the text, or over that of several which they see most often."""
+        whole, parts = sum(self.shares), zip(self.parts, self.shares, strict=True)
+        return max(steps * size * share / whole / len(part) for part, share in parts)
+
+
+def held_out(blocks: int, context: int, wanted: int) -> int:
+    """How many blocks of a text are held out, where so many tokens of it are trained on.
+
+    Enough to tell a gain from noise, however few are trained on, if the text has them.
+    """
+    found = min(blocks * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context)
+    return max(1, found, min(-(-_LEAST_HELD_OUT // context), blocks // _SPARED))
+
+
+def turn(index: int, shares: Sequence[float]) -> tuple[int, int]:
+    """Which of several sequences supplies item `index` of them interleaved by shares, and how many items it supplied before."""
+    for i, share in enumerate(shares[:-1]):
+        part = share / sum(shares[i:])
+        before = math.ceil(index * part)
+        if math.ceil((index + 1) * part) > before:
+            return i, before
+        index -= before
+    return len(shares) - 1, index
+
+
+@functools.lru_cache(maxsize=16)
+def _order(count: int, seed: int, turn: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + turn)
+    return list(map(int, torch.randperm(count, generator=generator)))
 
 
 @dataclass(frozen=True)
@@ -25,11 +151,11 @@ class TrainingTexts:
 
     Attributes:
         plan: The healing.
-        parts: Each text; None for the teacher's own.
+        parts: Each text of the plan with its tokens, which are None for those that the teacher has to write.
     """
 
     plan: HealPlan
-    parts: tuple[Tokens | None, ...]
+    parts: tuple[tuple[TextSource, Tokens | None], ...]
 
     @classmethod
     def read(cls, plan: HealPlan) -> TrainingTexts:
@@ -38,58 +164,64 @@ class TrainingTexts:
         Raises:
             Failure: A text cannot be read or is too short, or the two models' tokenizers differ.
         """
-        found = cls(plan, tuple(_read(plan, text) for text in plan.options.texts))
-        _ = found.known  # fails if a text is too short
-        return found
+        texts = cls(plan, tuple((text, _read(plan, text)) for text in plan.options.texts))
+        _ = texts.known  # fails if a text is too short
+        return texts
 
     @property
     def facts(self) -> list[dict[str, Any]]:
         """Of each text what conversion.json says."""
         return [
-            {"text": part.name, "share": text.share, "hash": part.hash}
-            if part and not text.own
-            else {"text": OWN, "share": text.share, "hash": None}
-            for text, part in self._texts
+            {"text": part.name if part else OWN, "share": text.share, "hash": part.hash if part and not text.own else None}
+            for text, part in self.parts
         ]
-
-    @property
-    def own(self) -> torch.Tensor | None:
-        """`[n, context]`, what the teacher has written before; None if it writes now, or nothing."""
-        found = (part for text, part in self._texts if part and text.own)
-        return next((part.blocks(self.plan.context) for part in found), None)
 
     @property
     def rows_to_write(self) -> int:
         """How many blocks the teacher writes."""
-        return next((_rows(self.plan, text) for text, part in self._texts if part is None), 0)
+        return next((_rows(self.plan, text) for text, part in self.parts if part is None), 0)
 
     @property
     def known(self) -> TrainingText:
         """The whole text as far as it is known, with zeros in place of what the teacher writes."""
-        return self.with_own(torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64))
+        return self._with_own(torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64))
 
-    def with_own(self, written: torch.Tensor) -> TrainingText:
-        """The whole text; `written [n, context]` is the teacher's own.
+    def written(self, work: Work, progress: Progress) -> TrainingText:
+        """The whole text, with what the teacher writes or has written before, which is kept beside the weights."""
+        text, context = self.known, self.plan.context
+        for given, part in self.parts:
+            if part and given.own:
+                write_own_text(work.path, part.blocks(context))
+        if rows := self.rows_to_write:
+            device, hint = compute_device(self.plan.device), "give another --text FILE"
+            own = own_text(self.plan.teacher, rows, context, self.plan.seed + _SEED, device, work.steps, progress, hint)
+            write_own_text(work.path, own)
+            work.keep()  # it may have taken hours
+            text = self._with_own(own)
+        if (tokens := len(text.held_out) * context) < _LEAST_HELD_OUT:
+            _log.warning(
+                "only %d held-out tokens judge the healing, and small gains will be noise: %d are held out of a text of %d",
+                tokens, _LEAST_HELD_OUT, _SPARED * _LEAST_HELD_OUT,
+            )  # fmt: skip
+        return text
 
-        Raises:
-            Failure: A text is too short.
-        """
-        parts = [(part or _own(written), text.share) for text, part in self._texts]
+    def written_by_first(self) -> TrainingText:
+        """The whole text in another process, once the first one has written it."""
+        if not (rows := self.rows_to_write):
+            return self.known
+        file = partial_path(self.plan.output.path) / CHECKPOINT / OWN_TEXT
+        return self._with_own(written_before(self.plan.teacher, file, rows, self.plan.context))
+
+    def _with_own(self, written: torch.Tensor) -> TrainingText:
+        parts = [(part or _own(written), text.share) for text, part in self.parts]
         return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch)
-
-    @property
-    def _texts(self) -> list[tuple[TextSource, Tokens | None]]:
-        return list(zip(self.plan.options.texts, self.parts, strict=True))
 
 
 def _rows(plan: HealPlan, text: TextSource) -> int:
     """Blocks of what the teacher writes: those that its share of the training takes, and those to judge by."""
     tokens = min(_MOST_WRITTEN, _wanted(plan, text))
     train = max(plan.batch, tokens // plan.context)
-    count = train + 1
-    while count - held_out(count, plan.context, tokens) < train:
-        count += 1
-    return count
+    return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 
 
 def _wanted(plan: HealPlan, text: TextSource) -> int:

@@ -1,18 +1,22 @@
-"""The weights of a student that train: parameters as they are, or thin matrices beside them (LoRA)."""
+"""The weights of a student that train, parameters or thin matrices beside them (LoRA), and those that stay.
+
+Constants that switch the norm of a latent off (`convert.families.neutral`) are weights, too. They stay bit for bit, and so do
+the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from attention.errors import Refusal
-from convert.healing.sharded import whole
-from convert.healing.student import fixed
+from attention.neutral import constant_channels
+from convert.families.neutral import is_query_latent
+from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name
 _ALPHA = 2  # times the rank: the factor of the product, as is common
@@ -31,9 +35,8 @@ class Trainable:
 
     def __init__(self, student: Any, names: Collection[str]) -> None:
         self._student, self.fixed = student, fixed(student)
-        parameters = dict(student.named_parameters())
-        for name in names:
-            parameters[name].requires_grad_(True)
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(name in names)
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the checkpoint, by its class's names, for whole values of what trains. Every process calls this."""
@@ -62,8 +65,7 @@ class Adapted(Trainable):
         self._student, stay = student, fixed(student)
         matrices = [name for name in names if is_matrix(student, name)]
         self._modules = [name.removesuffix(".weight") for name in matrices]
-        config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, lora_dropout=0.0, target_modules=self._modules)
-        inject_adapter_in_model(config, student)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=self._modules), student)
         generator = torch.Generator().manual_seed(seed)
         for name in self._modules:
             first = student.get_parameter(self._thin(name)[0])
@@ -72,15 +74,13 @@ class Adapted(Trainable):
             unread = ~(base.weight.mT if base.fan_in_fan_out else base.weight).any(0)  # channels of zeros stay so
             with torch.no_grad():  # peft's distribution, the same in all processes and runs
                 first.copy_(drawn.to(first.device).masked_fill(unread, 0))
-        inside = {name: self._inside(name) for name in names if name not in matrices}
+        self._outside = {self._inside(name): name for name in names if name not in matrices}
         for name, parameter in student.named_parameters():
-            parameter.requires_grad_(name in inside.values() or "lora_" in name)
-        self._outside = {new: name for name, new in inside.items()}
-        rows = {
-            self._thin(name.removesuffix(".weight"))[1]: stay[name].all(-1, keepdim=True) for name in matrices if name in stay
-        }
-        self.fixed = {new: stay[name] for name, new in inside.items() if name in stay} | {
-            name: mask.expand(-1, rank) for name, mask in rows.items()
+            parameter.requires_grad_(name in self._outside or "lora_" in name)
+        self.fixed = {inside: stay[name] for inside, name in self._outside.items() if name in stay} | {
+            self._thin(module)[1]: stay[name].all(-1, keepdim=True).expand(-1, rank)
+            for module, name in zip(self._modules, matrices, strict=True)
+            if name in stay
         }
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,8 +94,8 @@ class Adapted(Trainable):
         return found
 
     def as_parameters(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parameters = dict(self._student.named_parameters())
-        off = {self._thin(name)[1]: torch.zeros(parameters[self._thin(name)[1]].shape) for name in self._modules}
+        thin = [self._thin(name)[1] for name in self._modules]
+        off = {name: torch.zeros(self._student.get_parameter(name).shape) for name in thin}
         return {self._inside(name): weight for name, weight in written.items()} | off
 
     def _inside(self, name: str) -> str:
@@ -115,9 +115,61 @@ def is_matrix(model: Any, name: str) -> bool:
     return part == "weight" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
 
 
-def require_peft() -> None:
-    """Raise `Refusal` where peft is not installed."""
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'") from None
+def trained(model: Any, names: Iterable[str]) -> list[str]:
+    """Of these names, the parameters to train: not those of which nothing may change. The model has its weights."""
+    still = fixed(model)
+    return [name for name in names if name not in still or not bool(still[name].all())]
+
+
+def fixed(model: Any) -> dict[str, torch.Tensor]:
+    """For each parameter with values that must stay: true where they must, a bool tensor of its shape."""
+    masks: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for part, norm_part, mask in (
+            ("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys),
+            ("q_a_proj", "q_a_layernorm", _of_queries),
+        ):
+            modules: tuple[Any, Any] = getattr(module, part, None), getattr(module, norm_part, None)
+            down, norm = modules
+            if getattr(norm, "weight", None) is not None and getattr(down, "bias", None) is not None:
+                found = mask(down.weight.detach(), down.bias.detach(), norm.weight.detach())
+                names = f"{part}.weight", f"{part}.bias", f"{norm_part}.weight"
+                masks |= {f"{path}.{name}".removeprefix("."): one for name, one in zip(names, found, strict=False)}
+    return masks
+
+
+def _of_keys(weight: torch.Tensor, bias: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Constants of a neutral latent of keys and values, whose rows the RoPE key follows; masks of weight, bias and gain.
+
+    Biases of true channels that are zero stay, too: kvfold reads no others.
+    """
+    rank = len(gain)
+    constant = constant_channels(gain, weight[:rank], bias[:rank])
+    if constant is None:
+        return ()
+    rows = nn.functional.pad(constant, (0, len(weight) - rank))
+    biases = nn.functional.pad(constant | (bias[:rank] == 0), (0, len(bias) - rank))
+    return rows[:, None].expand_as(weight), biases, torch.ones_like(gain, dtype=torch.bool)
+
+
+def _of_queries(weight: torch.Tensor, bias: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Fixed weights of a neutral latent of queries, which is the input itself: everything."""
+    if not is_query_latent({"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}):
+        return ()
+    return tuple(torch.ones_like(one, dtype=torch.bool) for one in (weight, bias, gain))
+
+
+def compute_layers_again(student: Any) -> None:
+    """Gradient checkpointing, which transformers does in training mode only; in that, nothing else may change."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # Newer versions of transformers have another name for it, and warn of this one.
+    enable = getattr(student, "activation_checkpointing_enable", None) or student.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in student.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # of this module alone: those in it stay as they are
+            for rates in (module, getattr(module, "config", module)):
+                for name, value in list(vars(rates).items()):
+                    if isinstance(value, float) and "drop" in name:
+                        setattr(rates, name, 0.0)

@@ -7,27 +7,23 @@ trains and nothing else, whole, so that a healing may be resumed under another l
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, StackDataset, Subset
-from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
-from transformers.cache_utils import Cache
+from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments, integrations
 
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from convert.checkpoint.writer import write_shard
-from convert.healing.batches import TrainingText
-from convert.healing.heads import hidden_states, logits_of
-from convert.healing.loss import distance, measured
+from convert.healing.loss import Distillation
 from convert.healing.plan import HealPlan
-from convert.healing.sharded import like, part, reshard, whole
-from convert.healing.team import shards
+from convert.healing.team import like, part, reshard, shards, whole
+from convert.healing.texts import TrainingText
 from convert.healing.trainable import Trainable
 from eval.machine.device import compute_device
 
@@ -41,57 +37,6 @@ _NO_SPACE = "PytorchStreamWriter failed"  # torch says so where a disk is full
 
 class NotFinite(Failure):
     """A loss or a gradient is not finite."""
-
-
-class Distillation(nn.Module):
-    """The student, its teacher and the loss in one module, so that wrappers around it see every use of both.
-
-    Args:
-        student: A causal LM of transformers.
-        teacher: The source, whose predictions it learns; without gradients.
-        ce: The weight of the cross-entropy beside the KL.
-        vocabulary: Of both.
-        cache: Makes the student's cache of one pass, through whose rounding it trains; None for none.
-        dtype: What products are computed in; weights are fp32.
-    """
-
-    def __init__(
-        self,
-        student: Any,
-        teacher: Any,
-        ce: float,
-        vocabulary: int,
-        cache: Callable[[], Cache] | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        self.student, self.teacher, self._cache = student, teacher, cache
-        self._ce, self._vocabulary, self._dtype = ce, vocabulary, dtype
-        # The classes of layers, which FSDP reads: it shards layer by layer.
-        self._no_split_modules = sorted({*(student._no_split_modules or ()), *(teacher._no_split_modules or ())})
-
-    def train(self, mode: bool = True) -> Distillation:
-        """Keep the modes of both models: nothing is dropped, and only layers to compute again are in training mode."""
-        return self
-
-    def forward(self, ids: torch.Tensor, measures: bool = False) -> torch.Tensor:
-        """The summed loss of the tokens that have a predecessor.
-
-        Args:
-            ids: `[B, T]`, blocks of text.
-            measures: Instead: `[B, 3]`, each block's mean KL, and the student's and the teacher's mean losses on its text.
-        """
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            with torch.no_grad():
-                teachers = hidden_states(self.teacher, ids)[:, :-1].flatten(0, 1)
-            states = hidden_states(self.student, ids, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
-            both = states, partial(logits_of, self.student), lambda chunk: logits_of(self.teacher, teachers[chunk])
-            targets = ids[:, 1:].flatten()
-            if measures:
-                return measured(*both, targets, self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
-            outputs = self.student.get_output_embeddings()
-            of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
-            return distance(*both, targets, self._vocabulary, self._ce, of_head)
 
 
 class HealingTrainer(Trainer):  # type: ignore[misc]
@@ -131,8 +76,8 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self.model_wrapped, self.optimizer = self.accelerator.prepare(distillation, optimizer)
         if self.is_fsdp_enabled:
             self.model = self.model_wrapped
-        self._student = self.accelerator.unwrap_model(self.model_wrapped).student
-        self._weights = {name: p for name, p in self._student.named_parameters() if p.requires_grad}
+        self._parameters = dict(self.accelerator.unwrap_model(self.model_wrapped).student.named_parameters())
+        self._weights = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._masks = {
             name: part(like(mask, self._weights[name])) for name, mask in what.fixed.items() if name in self._weights
         }
@@ -221,10 +166,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
     def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go back to such a copy, or to whole weights; forget gradients and what the optimizer knows."""
         self.optimizer.zero_grad()
-        reshard(self.model)
-        with torch.no_grad():
-            for name, p in self._weights.items():
-                p.copy_(like(weights[name], p))
+        self._copy(weights)
         self.optimizer.optimizer.state.clear()
 
     def written(self, step: int) -> dict[str, torch.Tensor]:
@@ -235,11 +177,13 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
 
     def put(self, written: Mapping[str, torch.Tensor]) -> None:
         """Let the student compute with weights of the checkpoint. It does not train after that."""
+        self._copy(self._what.as_parameters(written))
+
+    def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
         reshard(self.model)
-        parameters = dict(self._student.named_parameters())
         with torch.no_grad():
-            for name, weight in self._what.as_parameters(written).items():
-                parameters[name].copy_(like(weight, parameters[name]))
+            for name, weight in weights.items():
+                self._parameters[name].copy_(like(weight, self._parameters[name]))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what trains."""
@@ -328,6 +272,26 @@ def _arguments(plan: HealPlan, directory: Path) -> _Arguments:
         torch.cuda.set_device(device)
     arguments.mixed_precision = "no"  # `Distillation` does it, in all kinds of launches alike
     return arguments
+
+
+def tracker(plan: HealPlan) -> Any:
+    """The callback of the tracker that the user names, such as tensorboard (files in OUTPUT.logs) or wandb, as a class."""
+    assert plan.options.track
+    logs = plan.output.path.with_name(f"{plan.output.path.name}.logs")
+    os.environ |= {"TENSORBOARD_LOGGING_DIR": str(logs), "WANDB_PROJECT": os.environ.get("WANDB_PROJECT", "kvfold")}
+    (callback,) = integrations.get_reporting_integration_callbacks([plan.options.track])
+
+    class Tracker(callback):  # type: ignore[misc, valid-type]
+        def on_train_begin(self, *given: Any, **named: Any) -> Any:
+            try:
+                return super().on_train_begin(*given, **named)
+            except Exception as error:  # trackers raise what they like
+                reason = f"{type(error).__name__}: {one_line(error, 160)}"
+                raise Failure(
+                    f"the tracker {plan.options.track} does not start: {reason}", hint="or heal without --track"
+                ) from error
+
+    return Tracker
 
 
 def share(step: int, steps: int) -> float:

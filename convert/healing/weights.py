@@ -1,17 +1,23 @@
-"""Writes the weights of a healed checkpoint: the files of the converted one, with the trained tensors in their places."""
+"""Writes a healed checkpoint: the files of the converted one, with the trained tensors in their places."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attention.calibrated import Calibrated
 from attention.errors import Failure, Refusal
+from attention.models import AUTO_MAP, CODE, names_ours, provides
 from convert.checkpoint.loading import ClassTensors
 from convert.checkpoint.writer import write_shard
-from eval.inputs.reader import Reader
+from convert.output.companions import copy_code, copy_companions, write_config
+from convert.planning.positions import limited
+from eval.inputs.reader import SAFETENSORS, Reader
+from eval.inputs.source import Source
 from eval.terminal.progress import Progress, stage
 
 
@@ -62,10 +68,29 @@ def write_files(
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
-            tensors = {name: _tensor(reader, name, trained, where) for name in names}
+            tensors = {name: trained[where[name]] if where.get(name) in trained else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 
-def _tensor(reader: Reader, name: str, trained: Mapping[str, torch.Tensor], where: Mapping[str, str]) -> torch.Tensor:
-    parameter = where.get(name)
-    return reader[name] if parameter is None or parameter not in trained else trained[parameter]
+def write_beside(directory: Path, converted: Source, context: int) -> Calibrated | None:
+    """Write the files beside the weights: config.json, kvfold's code, tokenizer and the like; say what it is calibrated for.
+
+    Args:
+        directory: Where to.
+        converted: The converted checkpoint.
+        context: Tokens of the blocks that it was trained in, for which the result is calibrated, if they are longer than those
+            that it was calibrated in; 0 if its weights stay.
+    """
+    if (index := converted.files / f"{SAFETENSORS}.index.json").is_file():
+        shutil.copyfile(index, directory / index.name)
+    before, raw, ours = converted.calibrated, converted.raw, provides(converted.model_type)
+    shutil.copyfile(converted.files / "config.json", directory / "config.json")
+    copy_companions(directory, converted.files, not ours)
+    if before and context > before.positions:
+        raw = limited(raw, context, before.of)
+    if ours:
+        copy_code(directory, CODE)
+        raw = raw if names_ours(raw) else raw | {"auto_map": AUTO_MAP}
+    if raw != converted.raw:
+        write_config(directory, raw, None)
+    return converted.beside(directory).calibrated

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attention.auto import config_of
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,7 +36,7 @@ class Host(ABC):
         loading: The arguments that `from_pretrained` needs to load the result.
         code: Files of Python that the result is loaded with, which are copied beside its weights.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
-            (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
+            (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
         ranks_per_layer: Whether its layers may have latents of different ranks.
         keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
@@ -104,9 +106,7 @@ class Host(ABC):
 
     def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
         """The class's config object at the sizes of `target`, from which the shapes of its tensors follow."""
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, family, target, None))
+        return config_of(self.config(raw, family, target, None))
 
 
 # The activations that are a GELU, exact or not.

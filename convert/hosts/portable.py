@@ -1,6 +1,6 @@
 """Stock DeepSeek-V3 as DeepSeek's own checkpoints are: no biases, no list of frequencies, for engines' own classes of it.
 
-Its latents have a nearly constant norm (`convert.methods.constant_norm`). Its frequencies are a geometric ladder. That is
+Its latents have a nearly constant norm (`convert.methods.portable_norm`). Its frequencies are a geometric ladder. That is
 written as YaRN of factor 1, which has the same frequencies: vLLM's CPU operator is wrong for `default`. Its head is
 a tensor of its own, even where the source ties it to the embedding, because engines expect that.
 """

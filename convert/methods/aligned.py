@@ -25,7 +25,7 @@ import torch
 from attention.qk_norm import QKNorm
 from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
-from convert.methods.atoms import rotated_moments
+from convert.methods.distances import rotated_moments
 from convert.methods.grouped import GroupedMethod, merged_norm
 from convert.methods.statistics import Statistics, expected_rows, expected_size
 from convert.methods.text import TextUse

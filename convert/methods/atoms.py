@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.forward import attention_by_distance
 from attention.record import Attention
-from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored
-from convert.methods.distances import assumed_mass, mass
-from convert.methods.latent import rotary_of
-from convert.methods.statistics import Statistics, excerpt
+from convert.methods.distances import mass_of, waves_at
+from convert.methods.latent import RopePart, rotary_of
+from convert.methods.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,16 @@ class RopeKeys:
         importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
-        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, _mass(attention, statistics))
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics))
 
     @property
     def waves(self) -> torch.Tensor:
         """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
-        return _waves(rotary_of(self.attention), self.mass)
+        return waves_at(rotary_of(self.attention), self.mass)
 
     def waves_of(self, pairs: Sequence[float]) -> torch.Tensor:
         """`[N, m]`, the same of any frequencies (`Rotary.select`)."""
-        return _waves(rotary_of(self.attention).select(pairs, "interleaved"), self.mass)
+        return waves_at(rotary_of(self.attention).select(pairs, "interleaved"), self.mass)
 
     @property
     def phase(self) -> torch.Tensor:
@@ -95,11 +93,18 @@ class Atoms:
     coefficients: torch.Tensor
     keys: torch.Tensor
 
-    def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
-        """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
-        kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
-        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
-        return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
+    def rope(self, keys: RopeKeys) -> RopePart:
+        """The rotary part that they are."""
+        kept, record = rotary_of(keys.attention).select(self.pairs, "interleaved"), keys.attention
+        queries = kept.from_complex(torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w))
+        shared = kept.from_complex(self.keys[None])[0]
+        return RopePart(
+            kept,
+            queries[..., :-1].float(),
+            shared[..., :-1].float(),
+            None if record.q_bias is None else queries[..., -1].float(),
+            None if record.k_bias is None else shared[..., -1].float(),
+        )
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
@@ -148,36 +153,3 @@ class Components:
         for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):
             coefficients[:, pair, m] = self.basis[pair, :, part]
         return Atoms(pairs, keys.per_query_head(coefficients), self.keys[whole, parts])
-
-
-def rotated_moments(attention: Attention, keys: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-    """Rotary `keys [G, P, E + 1]` as complex numbers times Σ_l, the covariance of (x, 1) e^{iθ_l (s − t)} within a query's
-    attention, `[G, L, E + 1]`.
-
-    As if distances and inputs were independent, Σ_l = (1 − |φ_l|²) · `seen` + |φ_l|² · `within`: what does not vary within a
-    query's attention cancels in the softmax as far as RoPE leaves it constant. |φ_l|² is averaged over heads.
-    """
-    rotary, attended, distances = rotary_of(attention), statistics.attended, _mass(attention, statistics)
-    waves = _waves(rotary, distances)
-    constant = (distances.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
-    seen, within = (
-        rotary.to_complex(keys @ moment)[0] for moment in (attended.seen_with_constant, attended.within_with_constant)
-    )
-    return (1 - constant) * seen + constant * within
-
-
-def _waves(rotary: Rotary, mass: torch.Tensor) -> torch.Tensor:
-    """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
-    distance = torch.arange(mass.shape[1], dtype=torch.float64, device=mass.device)
-    angles = -distance[:, None] * rotary.frequencies_for(distance).to(distance)
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """`[H, N]` attention by distance, measured on the sample, or assumed without text."""
-    window = attention.scoring.window
-    if statistics.sample is None:
-        return assumed_mass(attention.q.shape[0], window, attention.k.device)
-    near = attention_by_distance(attention, excerpt(statistics.sample).blocks)
-    context = statistics.context or statistics.sample.context
-    return mass(near, min(context, window or context))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,8 +77,7 @@ class LatentMethod(Method):
     measured_bytes: Callable[[AttentionSpec], int] | None = None
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """The keys of one layer as complex numbers, in bands of F neighbouring frequencies: G F rows (KV head, frequency) a band.
 
     Attributes:
@@ -102,9 +101,8 @@ def keys_of(attention: Attention, fold: int = 1) -> Keys:
     return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, nope)
 
 
-@dataclass(frozen=True)
-class Separated:
-    """Keys after `separate`: the rope keys with their queries, and the rest.
+class RopePart(NamedTuple):
+    """The rotary part of a latent attention.
 
     Attributes:
         rotary: How the P dims rotate.
@@ -112,8 +110,6 @@ class Separated:
         k_rope: `[P, E]`.
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
-        rest: `[n, E]`, rows of nope keys that all heads share. Their bias is dropped: it cancels in the softmax.
-        spread: `[G, D, n]`: nope keys = spread @ rest.
     """
 
     rotary: Rotary
@@ -121,6 +117,18 @@ class Separated:
     k_rope: torch.Tensor
     q_rope_bias: torch.Tensor | None
     k_rope_bias: torch.Tensor | None
+
+
+class Separated(NamedTuple):
+    """Keys after `separate`: the rope keys with their queries, and the rest.
+
+    Attributes:
+        rope: The rope keys.
+        rest: `[n, E]`, rows of nope keys that all heads share. Their bias is dropped: it cancels in the softmax.
+        spread: `[G, D, n]`: nope keys = spread @ rest.
+    """
+
+    rope: RopePart
     rest: torch.Tensor
     spread: torch.Tensor
 
@@ -154,29 +162,32 @@ def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys]
     queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
     kept = rotary_of(attention).select(allocation.pairs, "interleaved")
     rest, rest_spread = _rest(attention, keys.nope, components[nope], spread[:, :, nope])
-    return Separated(
-        rotary=kept,
-        q_rope=kept.from_complex(queries),
-        k_rope=kept.from_complex(components[bands, parts][None])[0],
-        q_rope_bias=None if query_bias is None else kept.from_complex(query_bias),
-        k_rope_bias=None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
-        rest=rest,
-        spread=rest_spread,
+    rope = RopePart(
+        kept,
+        kept.from_complex(queries),
+        kept.from_complex(components[bands, parts][None])[0],
+        None if query_bias is None else kept.from_complex(query_bias),
+        None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
     )
+    return Separated(rope, rest, rest_spread)
 
 
 def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
+    groups, dim, _ = attention.k.shape
+    spread = torch.eye(groups * dim, device=attention.k.device).unflatten(0, (groups, dim))
+    return Separated(no_rope_part(attention, allocation), attention.k.float().flatten(0, 1), spread)
+
+
+def no_rope_part(attention: Attention, allocation: Allocation) -> RopePart:
+    """The rotary part of a layer without positions: zeros."""
     assert allocation.rotary is not None
-    (groups, dim, width), heads, rope = attention.k.shape, len(attention.q), 2 * len(allocation.pairs)
-    rest = attention.k.float().flatten(0, 1)
-    return Separated(
-        rotary=allocation.rotary.select(allocation.pairs, "interleaved"),
-        q_rope=rest.new_zeros(heads, rope, attention.q.shape[-1]),
-        k_rope=rest.new_zeros(rope, width),
-        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, rope),
-        k_rope_bias=None,
-        rest=rest,
-        spread=torch.eye(groups * dim, device=rest.device).unflatten(0, (groups, dim)),
+    heads, count, zeros = len(attention.q), 2 * len(allocation.pairs), attention.k.float().new_zeros
+    return RopePart(
+        allocation.rotary.select(allocation.pairs, "interleaved"),
+        zeros(heads, count, attention.q.shape[-1]),
+        zeros(count, attention.k.shape[-1]),
+        None if attention.q_bias is None else zeros(heads, count),
+        None,
     )
 
 
@@ -214,26 +225,48 @@ def share_latent(
         balance: What the nope keys were divided by before `left` was computed.
     """
     repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
-    o, o_bias = attention.o.float(), None if attention.o_bias is None else attention.o_bias.float()
+    o_bias = None if attention.o_bias is None else attention.o_bias.float()
     if attention.v_bias is not None:  # probabilities sum to one, so a constant value is a constant output
-        constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(repeats, 0))
+        constant = torch.einsum("ehd,hd->e", attention.o.float(), attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
+    down = left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1)
+    up_k, up_v = balance * allocation.nope(parts.spread) @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
+    up_k, up_v = (up.repeat_interleave(repeats, 0) for up in (up_k, up_v))
+    return latent_attention(attention, allocation, parts.rope, down, up_k, up_v, o_bias)
+
+
+def latent_attention(
+    attention: Attention,
+    allocation: Allocation,
+    rope: RopePart,
+    down: torch.Tensor,
+    up_k: torch.Tensor,
+    up_v: torch.Tensor,
+    o_bias: torch.Tensor | None,
+) -> FactoredAttention:
+    """The latent attention that a layer becomes.
+
+    Args:
+        attention: The layer.
+        allocation: What it is converted to.
+        rope: The rotary part.
+        down: `[R, E]`, from inputs to the latent.
+        up_k: `[H, N, R]`, from the latent to nope keys.
+        up_v: `[H, D, R]`, from the latent to values.
+        o_bias: `[E]`, or None.
+    """
     return FactoredAttention(
         q_nope=allocation.nope(attention.q).float(),
-        q_rope=parts.q_rope,
-        k_rope=parts.k_rope,
-        down=left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1),
-        up_k=(balance * allocation.nope(parts.spread) @ left[:count]).repeat_interleave(repeats, 0),
-        up_v=left[count:].unflatten(0, attention.v.shape[:2]).repeat_interleave(repeats, 0),
-        o=o,
+        down=down,
+        up_k=up_k,
+        up_v=up_v,
+        o=attention.o.float(),
         scale=attention.scale,
-        rotary=parts.rotary,
         q_nope_bias=None if attention.q_bias is None else allocation.nope(attention.q_bias).float(),
-        q_rope_bias=parts.q_rope_bias,
-        k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
         projections=attention.projections,
         scoring=attention.scoring,
+        **rope._asdict(),
     )
 
 

@@ -24,12 +24,11 @@ import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
-from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.methods.algebra import augmented, leading, root, roots
 from convert.methods.atoms import Components, RopeKeys
 from convert.methods.frequencies import ladders, pairs_by_loss
-from convert.methods.latent import Allocation, LatentMethod
+from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
 from convert.methods.statistics import Attended, Statistics, excerpt
 from convert.methods.text import TextUse
@@ -69,28 +68,15 @@ def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: in
     return best[1]
 
 
-@dataclass(frozen=True)
-class _RopePart:
-    """The rotary part of a result, as in FactoredAttention, with a last column for biases."""
-
-    rotary: Rotary
-    queries: torch.Tensor
-    keys: torch.Tensor
-
-
-def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
+def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[RopePart, torch.Tensor]:
     """The rotary part, and the nope keys for the remainder, `[H, D, E + 1]`."""
     repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
-        assert allocation.rotary is not None
-        count, (heads, _, width) = 2 * len(allocation.pairs), attention.q.shape
-        rotary = allocation.rotary.select(allocation.pairs, "interleaved")
-        rest = rows.repeat_interleave(repeats, 0)
-        return _RopePart(rotary, rows.new_zeros(heads, count, width + 1), rows.new_zeros(count, rows.shape[-1])), rest
-    rope = RopeKeys.of(attention, statistics)
-    atoms = pursue(rope, allocation.pairs) if allocation.pursued else Components.of(rope).atoms(rope, allocation.pairs)
+        return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
+    keys = RopeKeys.of(attention, statistics)
+    atoms = pursue(keys, allocation.pairs) if allocation.pursued else Components.of(keys).atoms(keys, allocation.pairs)
     nope = rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)
-    return _RopePart(*atoms.rope(rope)), torch.cat((atoms.rest(rope), nope), 1)
+    return atoms.rope(keys), torch.cat((atoms.rest(keys), nope), 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +121,7 @@ class _Latent:
         """Whether there are both keys and values to balance."""
         return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
 
-    def result(self, a: Attention, rope: _RopePart, balance: float) -> FactoredAttention:
+    def result(self, a: Attention, rope: RopePart, balance: float) -> FactoredAttention:
         """The latent attention at κ."""
         alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
         directions = leading(alpha**2 * self.grams[0] + self.grams[1], self.allocation.rank)
@@ -149,28 +135,13 @@ class _Latent:
         of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within, noise)
         of_values = _regressed(self.values, of_values, down, self.attended.read_covariance, noise)
         up_v = self.unweigh_values @ of_values
-        repeats, o = heads // len(self.values), a.o.float()
+        repeats = heads // len(self.values)
         dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(repeats, 0))
-        biased = a.q_bias is not None, a.k_bias is not None
-        return FactoredAttention(
-            q_nope=self.allocation.nope(a.q).float(),
-            q_rope=rope.queries[..., :-1].float(),
-            k_rope=rope.keys[..., :-1].float(),
-            down=down.float(),
-            up_k=(self.unweigh_keys @ of_keys).float(),
-            up_v=up_v.repeat_interleave(repeats, 0).float(),
-            o=o,
-            scale=a.scale,
-            rotary=rope.rotary,
-            q_nope_bias=None if a.q_bias is None else self.allocation.nope(a.q_bias).float(),
-            q_rope_bias=rope.queries[..., -1].float() if biased[0] else None,
-            k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
-            o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
-            projections=a.projections,
-            scoring=a.scoring,
-        )
+        bias = bias if a.o_bias is None else bias + a.o_bias.double()
+        up_k, up_v = self.unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
+        return latent_attention(a, self.allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
 
 
 def _common(attended: Attended) -> torch.Tensor:

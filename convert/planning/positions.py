@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from attention.auto import config_of
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED
 from convert.families.base import decoder_of
 
@@ -24,23 +25,16 @@ def limited(config: Mapping[str, Any], calibrated: int, of: int) -> dict[str, An
         calibrated: The positions that the result is calibrated for.
         of: Those of its source.
     """
-    before = _read(config)
+    before = config_of(config)
     key = decoder_of(before).attribute_map.get(STATED, STATED)
     said = {POSITIONS: calibrated, OF_SOURCE: of}
     lengths = sorted({length + more for length in (calibrated, of, *_originals(before)) for more in (0, 1)})
     rope = _rope(before, lengths)
     for changes in (_for_engines(config, calibrated), {}, _derived(before)):
         made = _changed(config, {**changes, key: calibrated, **said})
-        if _same(_rope(_read(made), lengths), rope):
+        if _same(_rope(config_of(made), lengths), rope):
             return made
     return _changed(config, said)
-
-
-def _read(config: Mapping[str, Any]) -> Any:
-    """The config as its class reads it."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**copy.deepcopy(dict(config)))  # classes change what they are given
 
 
 def _part(config: Mapping[str, Any]) -> Mapping[str, Any]:

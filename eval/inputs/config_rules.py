@@ -16,7 +16,7 @@ from attention import calibrated, models
 from attention.errors import Refusal, one_line
 
 _MAX_DEPTH = 32  # nested objects and lists; real configs have about six levels
-_MAX_LAYERS = 2048
+MAX_LAYERS = 2048
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -61,7 +61,7 @@ _FLOAT = Rule(
 )
 # Sizes, by which kvfold computes. Configs that switch latent attention off have dims of 0.
 _SIZES: dict[str, Rule] = {
-    "num_hidden_layers": Rule(_size(1, _MAX_LAYERS).holds, _size(1, _MAX_LAYERS).says),
+    "num_hidden_layers": Rule(_size(1, MAX_LAYERS).holds, _size(1, MAX_LAYERS).says),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim"), _size(1, 2**16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "kv_lora_rank", "q_lora_rank"), _size(1, 2**20)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), _size(0, 2**16)),
@@ -84,8 +84,8 @@ _RAW: dict[str, Rule] = {
 }
 # Classes make lists of so many entries, in whatever part of the config these keys are.
 _MOST: dict[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"), _MAX_LAYERS),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), _MAX_LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"), MAX_LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), MAX_LAYERS),
     "num_labels": 10**6,
 }
 # Keys of code from before transformers had a class, and what the class calls them: it would take its default for these.

@@ -6,7 +6,6 @@ while: from there on, a tokenizer gives what it would give without the cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,61 +15,52 @@ PIECE = 2**20  # characters that are encoded at a time
 _OVERLAP = 2**13  # characters that two pieces share
 _SURE = 0.75  # share of these; in the others, before a cut, tokens of both may be wrong
 _ALIKE = 32  # tokens in a row that are the same in both
-UNSURE = 256  # tokens before a cut that do not count
+_UNSURE = 256  # tokens before a cut that do not count
+CHARACTERS = 8  # per token, as a first guess
 
 
-def encoded(pieces: Iterator[str], tokenizer: Any, first: int | None = None) -> tuple[torch.Tensor, int]:
+def encoded(text: str, tokenizer: Any, first: int | None = None) -> tuple[torch.Tensor, int]:
     """The ids of a text, int64, and the UTF-8 bytes of what was encoded.
 
     Args:
-        pieces: The text; no more of them are taken than needed.
+        text: The text.
         tokenizer: A tokenizer of transformers. One that does not say where its tokens begin gets as much as is needed at once.
         first: How many tokens are wanted, from the start; more may come. None for all.
     """
     import torch
 
+    needed = None if first is None else first + _UNSURE
+    start, end = 0, PIECE if needed is None else min(PIECE, CHARACTERS * needed)
     if not getattr(tokenizer, "is_fast", False):
-        return _at_once(pieces, tokenizer, first)
-    done, text, following = list[torch.Tensor](), next(pieces, ""), next(pieces, None)
-    count, skipped, size = 0, 0, len(text.encode())  # `skipped` tokens of this text are done already
-    ids, starts = _encoded(text, tokenizer)
-    while following is not None and (first is None or count + len(ids) - skipped < first + UNSURE):
-        size += len(following.encode())
-        tail = text[-_OVERLAP:]
-        after = _encoded(tail + following, tokenizer)
-        sure = len(tail) - round((1 - _SURE) * _OVERLAP)
-        joint = _joint(ids[skipped:], [start - (len(text) - len(tail)) for start in starts[skipped:]], *after, sure)
-        if joint is None:  # begin this text again, with both pieces in it
-            text += following
-            ids, starts = _encoded(text, tokenizer)
+        return _at_once(text, tokenizer, needed, end)
+    done, count, skipped = list[torch.Tensor](), 0, 0  # `skipped` tokens of this piece are done already
+    ids, places = _encoded(text[start:end], tokenizer)
+    while end < len(text) and (needed is None or count + len(ids) - skipped < needed):
+        next_start, next_end = max(start, end - _OVERLAP), end + PIECE
+        after, after_places = _encoded(text[next_start:next_end], tokenizer)
+        sure = end - next_start - round((1 - _SURE) * _OVERLAP)
+        here = [start + place - next_start for place in places[skipped:]]
+        joint = _joint(ids[skipped:], here, after, after_places, sure)
+        if joint is None:  # begin this piece again, with both in it
+            ids, places = _encoded(text[start:next_end], tokenizer)
         else:
             before, behind = joint
             done.append(torch.tensor(ids[skipped : skipped + before]))
-            text, skipped, count = tail + following, behind, count + before
-            ids, starts = after
-        following = next(pieces, None)
-    return torch.cat([*done, torch.tensor(ids[skipped:], dtype=torch.int64)]), size
+            start, ids, places, skipped, count = next_start, after, after_places, behind, count + before
+        end = next_end
+    return torch.cat([*done, torch.tensor(ids[skipped:], dtype=torch.int64)]), len(text[:end].encode())
 
 
-def _at_once(pieces: Iterator[str], tokenizer: Any, first: int | None) -> tuple[torch.Tensor, int]:
-    """The same, encoded as a whole; for `first` tokens twice as much as before, until it is enough."""
+def _at_once(text: str, tokenizer: Any, needed: int | None, length: int) -> tuple[torch.Tensor, int]:
+    """The same, encoded as a whole; for some tokens, twice as much as before until it is enough."""
     import torch
 
-    text, tried, ids = "", 0, list[int]()
-    for piece in pieces:
-        text += piece
-        if first is not None and len(text) >= 2 * tried:
-            ids, tried = _plain(text, tokenizer), len(text)
-            if len(ids) >= first + UNSURE:
-                break
-    if tried < len(text):
-        ids = _plain(text, tokenizer)
-    return torch.tensor(ids, dtype=torch.int64), len(text.encode())
-
-
-def _plain(text: str, tokenizer: Any) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    while True:
+        part = text if needed is None else text[:length]
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(part) == len(text) or (needed is not None and len(ids) >= needed):
+            return torch.tensor(ids, dtype=torch.int64), len(part.encode())
+        length *= 2
 
 
 def _encoded(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -89,15 +79,13 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         after_starts: Where these begin.
         sure: Of what both share, the characters that are far enough from the end.
     """
-    every = enumerate(zip(after_starts, after, strict=True))
-    indices = {(start, token): i for i, (start, token) in every if start < sure}
-    run, last = 0, -1
-    for i, (start, token) in enumerate(zip(starts, ids, strict=True)):
-        if (index := indices.get((start, token))) is None:
-            run = 0
+    places = list(zip(starts, ids, strict=True))
+    others = [place for place in zip(after_starts, after, strict=True) if place[0] < sure]
+    indices = {place: index for index, place in enumerate(others)}
+    for i, place in enumerate(places):
+        if (j := indices.get(place)) is None:
             continue
-        run = run + 1 if index == last + 1 else 1
-        if run == _ALIKE:
-            return i + 1, index + 1
-        last = index
+        run = others[j : j + _ALIKE]
+        if len(run) == _ALIKE and run == places[i : i + _ALIKE]:
+            return i + _ALIKE, j + _ALIKE
     return None

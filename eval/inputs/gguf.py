@@ -1,8 +1,7 @@
 """GGUF files as sources: what transformers reads in one, dequantised.
 
 transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE, and takes its class's defaults
-for what it does not read. Here both are refused, by what the file says and what the config of transformers would compute. What
-it makes of a tokenizer may split text in another way than the original; the note says where that is known.
+for what it does not read. Here both are refused, by what the file says and what the config of transformers would compute.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import io
 import json
 import logging
 import math
-import re
 import shutil
 import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,11 +49,10 @@ _SIZES = {
 }  # fmt: skip
 # What llama.cpp takes for keys that are not there.
 _ABSENT = {"rope.freq_base": 10000.0, "attention.sliding_window": None}
-_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
-_MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
-_TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+_TOKENIZER = "its tokenizer is as transformers reads it, which may split some text otherwise than the original's"
 _ORIGINAL = "convert the checkpoint that it was made from"
 
 
@@ -76,7 +73,6 @@ class GgufFile:
     tensors: Mapping[str, tuple[int, ...]]
     quantisation: str
     dtype: str
-    _directory: Path | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, path: Path) -> GgufFile:
@@ -106,19 +102,21 @@ class GgufFile:
                 sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
         if not isinstance(keys.get("general.architecture"), str) or not sizes:
             raise Refusal(f"{path} holds no weights, or names no architecture", hint="download it again")
+        layers = keys.get(f"{keys['general.architecture']}.block_count")
+        if not isinstance(layers, int) or not 0 < layers <= config_rules.MAX_LAYERS:  # of which a config makes lists
+            said = f"{path} is damaged: block_count is {layers!r}; it must be from 1 to {config_rules.MAX_LAYERS:,}"
+            raise Refusal(said, hint="download it again")
         if keys.get("split.count", 1) > 1:
             raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
         tensors = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
-        file = cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
-        file._require_sizes()
-        return file
+        return cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
 
     @property
     def note(self) -> str:
         changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
-        return "; ".join((f"the source is a GGUF file{changed}", *self._cautions()))
+        return f"the source is a GGUF file{changed}; {_TOKENIZER}"
 
     @property
     def fingerprint(self) -> dict[str, list[int]]:
@@ -147,21 +145,11 @@ class GgufFile:
         self._refuse([*self._differences(config), *(f"it has a tensor {name}" for name in self._without_place(config))])
         return raw
 
-    @property
+    @cached_property
     def directory(self) -> Path:
         """The checkpoint in a temporary directory, which is removed with this object, or when the process ends.
 
-        It takes the memory of all weights. Raises as `unpack`.
-        """
-        if self._directory is None:
-            place = Path(tempfile.mkdtemp(prefix="kvfold-gguf-"))
-            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-            self.unpack(place)
-            self._directory = place
-        return self._directory
-
-    def unpack(self, directory: Path) -> None:
-        """Write the checkpoint of a file into a directory; it takes the memory of all its weights.
+        It takes the memory of all weights.
 
         Raises:
             Refusal: transformers does not read all of it.
@@ -172,7 +160,8 @@ class GgufFile:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         _ = self.raw  # refuses what transformers ignores, before weights are read
-        with self._read_by_transformers() as where, _without_bars():
+        quiet = contextlib.redirect_stderr(io.StringIO())  # transformers draws bars that no setting hides
+        with self._read_by_transformers() as where, quiet:
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=getattr(torch, self.dtype),
@@ -182,8 +171,10 @@ class GgufFile:
             tokenizer = AutoTokenizer.from_pretrained(**where)
         self._refuse([f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names])
         model.config.architectures = [type(model).__name__]
+        directory = Path(tempfile.mkdtemp(prefix="kvfold-gguf-"))
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         try:
-            with _without_bars():
+            with quiet:
                 model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             if licence := self.keys.get("general.license"):
@@ -195,33 +186,7 @@ class GgufFile:
             ) from None
         size = sum(path.stat().st_size for path in directory.glob("*")) / 1e9
         _log.warning("%s is dequantised into %s (%.2f GB), which is removed at the end", self.path, directory, size)
-
-    def _cautions(self) -> list[str]:
-        """Where transformers' tokenizer is known to differ from the file's."""
-        found, pre = [], self.keys.get("tokenizer.ggml.pre", "default")
-        if _MERGES in self.keys and pre not in {"gpt-2", *_pre_tokenizers()}:
-            rules = f"its tokenizer splits text by the rules {pre!r}, which transformers does not read"
-            found.append(f"{rules}: some text becomes other tokens")
-        elif _MERGES not in self.keys and self.keys.get("tokenizer.ggml.add_space_prefix") is False:
-            found.append("its tokenizer adds no space before a text, and transformers' does")
-        return found
-
-    def _require_sizes(self) -> None:
-        """Refuse sizes that are not those of the tensors, before a config or a model is made by them."""
-        blocks = {int(found[1]) for name in self.tensors if (found := _BLOCK.match(name))}
-        own, wide = self._own(), self.tensors.get("token_embd.weight", ())
-        sizes = {"block_count": len(blocks) if blocks == set(range(len(blocks))) else None}
-        if len(wide) == 2:
-            sizes |= {"embedding_length": wide[0]}
-        if "vocab_size" in own and len(wide) == 2:
-            sizes |= {"vocab_size": wide[1]}
-        for name, size in sizes.items():
-            if (said := own.get(name)) != size or isinstance(said, bool):
-                raise Refusal(
-                    f"{self.path} is damaged: its key {self.keys['general.architecture']}.{name} is {said!r}, and its tensors "
-                    f"say {'no number' if size is None else size}",
-                    hint="download it again",
-                )
+        return directory
 
     @contextlib.contextmanager
     def _read_by_transformers(self) -> Iterator[dict[str, Any]]:
@@ -258,11 +223,7 @@ class GgufFile:
         from transformers import AutoModelForCausalLM
 
         try:
-            from transformers.modeling_gguf_pytorch_utils import (
-                TENSOR_PROCESSORS,
-                TensorProcessor,
-                get_gguf_hf_weights_map,
-            )
+            from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
         except ImportError:  # internals of another version, which reports them on loading
             return []
         with self._read_by_transformers():
@@ -280,11 +241,6 @@ class GgufFile:
         if problems:
             listed = ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
-
-
-def _without_bars() -> contextlib.AbstractContextManager[Any]:
-    """Where transformers draws bars that no setting hides."""
-    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _computed(config: Any) -> dict[str, Any]:
@@ -305,12 +261,3 @@ def _same(said: Any, read: Any) -> bool:
     if isinstance(said, float) and isinstance(read, int | float):
         return math.isclose(said, read, rel_tol=1e-6)
     return bool(said == read)
-
-
-def _pre_tokenizers() -> set[str]:
-    """The rules of splitting that transformers reads from a file."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:  # an internal module of another version: say nothing that may be wrong
-        return set()
-    return set(GGUF_PRE_TOKENIZER_SPLITS)

@@ -11,7 +11,6 @@ _SIZES = (1, 1, 2, 2, 4, 4, 4, 1, None, None, 8, 8, 8)  # bytes of a value of ea
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 2**16  # keys, or tensors
 _MOST_VALUES = 2**21  # of all lists together; a vocabulary of 262,144 tokens takes 1.3 million
-_LONGEST_NAME = 2**16  # bytes of a key or of a tensor's name
 _MOST_DIMENSIONS = 4
 
 
@@ -51,10 +50,10 @@ class _Walk:
             if count > _MOST_ENTRIES:
                 raise Unsound(f"it has {count} {what}, more than {_MOST_ENTRIES}")
         for _ in range(keys):
-            self._name("a key")
+            self._skip(self._number(8))
             self._value(self._number(4))
         for _ in range(tensors):
-            self._name("a tensor's name")
+            self._skip(self._number(8))
             if (dimensions := self._number(4)) > _MOST_DIMENSIONS:
                 raise Unsound(f"a tensor has {dimensions} dimensions, more than {_MOST_DIMENSIONS}")
             self._skip(8 * dimensions + 4 + 8)  # its sizes, its type and its place
@@ -79,11 +78,6 @@ class _Walk:
             return
         for _ in range(count):
             self._skip(self._number(8))
-
-    def _name(self, what: str) -> None:
-        if (length := self._number(8)) > _LONGEST_NAME:
-            raise Unsound(f"{what} has {length} bytes, more than {_LONGEST_NAME}")
-        self._skip(length)
 
     def _bytes_of(self, kind: int) -> int:
         size = _SIZES[kind] if kind < len(_SIZES) else None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attention.auto import auto_class, has_class
@@ -60,29 +60,34 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
             if "the above report" in str(error):  # which is not shown: of tensors that become one parameter together
                 said = f"the tensors of {source.reference} do not fit together as its config says"
                 raise Failure(said, hint=OTHER_MODEL) from error
-            if isinstance(error, KeyError) and error.args == ("metadata",):
-                said = f"the index of {source.reference} has no metadata, without which transformers does not read it"
-                raise Failure(said, hint='add "metadata": {} to it') from error
             said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
             raise Failure(said, hint="is it whole? -v shows more") from error
-        reader = None if source.quantisation else source.reader()
-        # transformers fills such weights with random numbers and continues, so figures would be wrong.
-        if wrong := sorted(info["mismatched_keys"]):
-            name, found, wanted = wrong[0]
-            raise disagreement(f"{name} is {list(found)}", found, wanted, model=source.reference)
-        if bad := sorted(map(str, info["missing_keys"])):
-            said, step = instead_of(bad[0], list(map(str, info["unexpected_keys"])), source.ties)
-            raise Failure(
-                f"{source.reference} lacks {len(bad)} of its model's weights altogether: {bad[0]}, …{said}", hint=step
-            )
-        if reader:
-            _require_floats(source, model, reader)
-        if source.decoder is not source.config:
-            _require_forwards(source, model)
-        if info["unexpected_keys"]:
-            unused = sorted(map(str, info["unexpected_keys"]))
-            _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
+        _require_whole(source, model, info)
         yield keep_caps(model).eval()
+
+
+def _require_whole(source: Source, model: Any, info: Mapping[str, Any]) -> None:
+    """Refuse a model with weights that its files lack: transformers fills these with random numbers and continues.
+
+    Raises:
+        Failure: A weight is missing, of another shape or of other numbers; or as `_require_forwards`.
+    """
+    if wrong := sorted(info["mismatched_keys"]):
+        name, shape, expected = wrong[0]
+        raise disagreement(f"{name} is {list(shape)}", shape, expected, model=source.reference)
+    unexpected = sorted(map(str, info["unexpected_keys"]))
+    if missing := sorted(map(str, info["missing_keys"])):
+        said, step = instead_of(missing[0], unexpected, source.ties)
+        said = f"{source.reference} lacks {len(missing)} of its model's weights altogether: {missing[0]}, …{said}"
+        raise Failure(said, hint=step)
+    if not source.quantisation:
+        _require_floats(source, model, source.reader())
+    if source.decoder is not source.config:
+        _require_forwards(source, model)
+    if unexpected:
+        _log.warning(
+            "%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unexpected), source.name, unexpected[0]
+        )
 
 
 def _weights(source: Source) -> tuple[Any, dict[str, Any]]:

@@ -1,12 +1,43 @@
-"""What a checkpoint is whose tensors are not those of its config's class, by their names alone."""
+"""What lies in place of a checkpoint of a class, by names alone: other files, or other tensors; and what can be done."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from attention.errors import Failure
 
+_MERGE = (
+    "merge it into its base model with PEFT, and copy the tokenizer: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
+)
+_OTHER_FORM = "get the same model as safetensors"
+# Of a name, what the files are, and the next step; the first counts.
+_LAYOUTS = (
+    (r"adapter_config\.json", "an adapter", _MERGE),
+    (
+        r"(model\.safetensors|pytorch_model\.bin)(\.index\.json)?",
+        "weights alone",
+        "get config.json, and what else lies beside the weights, from where they came from",
+    ),
+    (
+        r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)",
+        "shards without an index (….index.json), which says what each of them holds",
+        "get the index from where they came from",
+    ),
+    (
+        r"consolidated\..+",
+        "weights in their maker's own layout",
+        "get the same model in transformers' layout: config.json and model*.safetensors",
+    ),
+    (r"[^/]+\.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
+    (r"zero_to_fp32\.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes weights"),
+    (r"[^/]+\.safetensors", "weights under another name", "rename them to model.safetensors"),
+    (r"[^/]+\.h5", "weights of TensorFlow", _OTHER_FORM),
+    (r"[^/]+\.msgpack", "weights of Flax", _OTHER_FORM),
+    (r"[^/]+/config\.json", "checkpoints one level deeper", "name one of them as MODEL"),
+)
 _ORIGINAL = "convert the original checkpoint, in float32, bfloat16 or float16, then quantise"
 # What training puts around modules, by the part that it adds to names.
 _WRAPPERS = {
@@ -39,6 +70,21 @@ _GATHER = (
 )
 
 
+def names_in(directory: Path) -> list[str]:
+    """The names of the files in a directory and one level deeper."""
+    return sorted(
+        path.relative_to(directory).as_posix() for pattern in ("*", "*/config.json") for path in directory.glob(pattern)
+    )
+
+
+def found_among(names: Collection[str]) -> tuple[str, str] | None:
+    """The first known layout that files of these names have: in words, and the next step; None if there is none."""
+    for pattern, what, step in _LAYOUTS:
+        if found := [name for name in sorted(names) if re.fullmatch(pattern, name)]:
+            return f"{what} ({', '.join(found[:3])}{', …' if found[3:] else ''})", step
+    return None
+
+
 def disagreement(
     what: str, found: Sequence[int] | None, wanted: Sequence[int], step: str = OTHER_MODEL, model: str | None = None
 ) -> Failure:
@@ -56,7 +102,7 @@ def disagreement(
 
 
 def of_a_kind(names: Iterable[str]) -> tuple[str, str, str] | None:
-    """A tensor, of those that a class does not know, that tells a kind of checkpoint: its name, whose it is, the next step."""
+    """An unexpected tensor that identifies a known kind of checkpoint: its name, whose it is, the next step."""
     ordered = sorted(names)
     for pattern, whose, step in _KINDS:
         if found := next((name for name in ordered if re.search(pattern, name)), None):
@@ -75,15 +121,14 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
     if found := of_a_kind(others):
         name, whose, step = found
         return f"; it has {name}, {whose}", step
-    longer = next((name for name in sorted(others) if name.endswith(f".{wanted}")), None)
-    if longer:
-        prefix = longer.removesuffix(wanted)
-        wrapper = next((f", as {whose} does" for part, whose in _WRAPPERS.items() if f"{part}." in prefix), "")
-        code = f"save_file({{n.removeprefix({prefix!r}): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
-        return f"; it puts {prefix} before all names{wrapper}", f"take that off, by safetensors.torch: {code}"
     for part, whose in _WRAPPERS.items():
         if inside := next((name for name in sorted(others) if f".{part}." in f".{name}"), None):
             return f"; it has {inside}, as {whose} names modules", _UNWRAP
+    longer = next((name for name in sorted(others) if name.endswith(f".{wanted}")), None)
+    if longer:
+        prefix = longer.removesuffix(wanted)
+        code = f"save_file({{n.removeprefix({prefix!r}): t for n, t in load_file(F).items()}}, F, {{'format': 'pt'}})"
+        return f"; it puts {prefix} before all names", f"take that off, by safetensors.torch: {code}"
     shorter = next((name for name in sorted(others) if "." in name and wanted.endswith(f".{name}")), None)
     if shorter:
         made = "save it with its head: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy its tokenizer"
@@ -95,7 +140,6 @@ def instead_of(wanted: str, others: Collection[str], tied: bool) -> tuple[str, s
             "if the model was trained so, set tie_word_embeddings to true in config.json; else get its head",
         )
     module = wanted.rsplit(".", 2)[0] + "."
-    beside = [name for name in sorted(others) if name.startswith(module)]
-    if beside:
+    if beside := [name for name in sorted(others) if name.startswith(module)]:
         return f"; it has {', '.join(beside[:3])} in its place", "get the config.json of these weights: this is another model's"
     return "", OTHER_MODEL

@@ -6,13 +6,11 @@ A checkpoint may come from anywhere: any error in its files becomes a `Failure` 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attention.errors import Failure, Refusal
-from eval.inputs.layouts import found_among, names_in
+from eval.inputs.misfits import found_among, names_in
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_log = logging.getLogger("kvfold")
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
@@ -107,12 +104,10 @@ class Reader:
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
-        self.files, index = _weight_files(directory)
+        self.files = _weight_files(directory)
         for file in self.files:
             for name, info in self._headers(file):
                 self._add(file, name, info)
-        if index is not None:
-            self._compare(index)
         if becomes:
             self._rename({name: becomes(name) for name in self.infos})
             # As files that are written with these names have them.
@@ -178,28 +173,10 @@ class Reader:
         one, other = (self._shard(file).get_tensor(name) for file in files)
         return one.dtype == other.dtype and torch.equal(one, other)
 
-    def _compare(self, index: Mapping[str, str]) -> None:
-        """Say where the index and the files disagree: what a class lacks then is for those to name who know the class."""
-        remarks = [f"lists {name}, which no file holds" for name in index if name not in self.infos]
-        remarks += [
-            f"puts {name} into {index[name]}, and {file} holds it" if name in index else f"lacks {name}, which {file} holds"
-            for name, file in self._file_of.items()
-            if index.get(name) != file
-        ]
-        if remarks:
-            others = f", and {len(remarks) - 1} others" if remarks[1:] else ""
-            _warn(f"the index of {self._directory} {remarks[0]}{others}: what the files hold counts, as in transformers")
-
-
-@cache
-def _warn(said: str) -> None:
-    """Warn once: a conversion reads its source several times."""
-    _log.warning("%s", said)
-
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
     """Size and modification time of each weight file of a checkpoint, which tell of a change. Raises as `Reader`."""
-    stats = {file: (directory / file).stat() for file in _weight_files(directory)[0]}
+    stats = {file: (directory / file).stat() for file in _weight_files(directory)}
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
@@ -211,7 +188,6 @@ class _Pickle:
             # Files from before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:  # unpickling can fail in any way
-            _require_readable(path)
             raise Failure(
                 f"{path.name} does not hold weights alone, or is damaged: {_reason(error)}",
                 hint="get it again, or have who made it save it as safetensors",
@@ -245,15 +221,6 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {said[:160]}"
 
 
-def _require_readable(path: Path) -> None:
-    """Fail if the file exists, and the system does not let it be read."""
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror or error}", hint="look at its permissions") from None
-
-
 def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
     layout = tensor.layout if tensor.layout is not torch.strided else None
@@ -268,33 +235,31 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        _require_readable(path)
         raise Failure(
             f"{path.name} is truncated or damaged: {' '.join(str(error).split())[:200]}",
             hint="compare its size with where it came from, and get it again",
         ) from None
 
 
-def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files that transformers would load, and the index if there is one."""
+def _weight_files(directory: Path) -> list[str]:
+    """The weight files that transformers would load."""
     for single in (SAFETENSORS, PICKLES):
         index_path = directory / f"{single}.index.json"
         if (directory / single).is_file():
-            return [single], None
+            return [single]
         if index_path.is_file():
-            index = _read_index(index_path)
-            files = sorted(set(index.values()))
+            files = _indexed(index_path)
             if missing := [file for file in files if not (directory / file).is_file()]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
                 raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
-            return files, index
-    what, step = found_among(names_in(directory), directory) or ("", _AS_SAVED)
+            return files
+    what, step = found_among(names_in(directory)) or ("", _AS_SAVED)
     there = what and f", but {what}"
     raise Refusal(f"{directory} holds neither {SAFETENSORS} nor {PICKLES}, nor an index of either{there}", hint=step)
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor.
+def _indexed(path: Path) -> list[str]:
+    """The files that an index names, in order.
 
     Raises:
         Failure: It is not a weight index, or names a file outside its directory.
@@ -302,11 +267,11 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Failure(f"{path.name} is not a weight index: it needs a weight_map", hint=_AGAIN) from None
+        index = {}
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}", hint="see to its permissions, and to the disk") from None
     if not index or not all(isinstance(text, str) for item in index.items() for text in item):
-        raise Failure(f"{path.name} is not a weight index: it must name a file for each tensor", hint=_AGAIN)
+        raise Failure(f"{path.name} is not a weight index: its weight_map must name a file for each tensor", hint=_AGAIN)
     for name, file in index.items():
         # Refuse backslashes and drives on every system. Links inside the directory are its owner's choice.
         if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\:"):
@@ -314,4 +279,4 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"{path.name} puts tensor {name} into {file!r}, which is not a file name",
                 hint="weight files lie beside their index; get the checkpoint again from where it came from",
             )
-    return index
+    return sorted(set(index.values()))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -17,7 +16,7 @@ from attention import models
 from attention.auto import refuse_adapter
 from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
-from eval.inputs import config_rules, layouts
+from eval.inputs import config_rules, misfits
 from eval.inputs.former import Former, former_of
 from eval.inputs.gguf import GgufFile
 from eval.inputs.reader import TOKENIZER_FILES, Reader, fingerprint
@@ -34,8 +33,7 @@ _WANTED = [
 ]  # fmt: skip
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
-FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-_LARGEST_CONFIG = 2**26  # bytes
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -139,56 +137,26 @@ class Source:
             return self.gguf.raw
         path = self._config_path
         try:
-            size = path.stat().st_size
-            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_object) if size <= _LARGEST_CONFIG else None
+            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_object)
         except FileNotFoundError:
             raise self._no_checkpoint() from None
         except (ValueError, OSError, RecursionError) as error:
             raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
-        if size > _LARGEST_CONFIG:
-            raise Refusal(f"{path} has {size:,} bytes; a config has at most {_LARGEST_CONFIG:,}", hint="is it another file?")
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
             raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
-        with self._within_reach():
-            refuse_adapter(path.parent, self.reference)
-            config_rules.check_raw(raw, self._where)
+        refuse_adapter(path.parent, self.reference)
+        config_rules.check_raw(raw, self._where)
         return raw
 
     def _no_checkpoint(self) -> Refusal:
         """Why something without a config.json is no checkpoint."""
-        said = f"{self.reference} has no config.json"
-        names = layouts.names_in(self.directory) if self.directory else self._listed(self.revision) or []
-        found = layouts.found_among(names, self.directory)
-        if found is None:
-            return Refusal(said, hint="is it a Hugging Face checkpoint?")
-        what, step = found
-        return Refusal(f"{said}: it holds {what}", hint=self.first + step)
-
-    @property
-    def first(self) -> str:
-        """What comes before a step that changes files: a Hub id cannot be edited."""
-        revision = f" --revision {self.revision}" if self.revision else ""
-        return f"download it with `hf download {self.repository}{revision} --local-dir DIR`, then " if self.repository else ""
-
-    @contextlib.contextmanager
-    def _within_reach(self) -> Iterator[None]:
-        """Let the hint of a `Refusal` begin with `first`, unless it is a question."""
-        try:
-            yield
-        except Refusal as refusal:
-            if refusal.hint and not refusal.hint.endswith("?"):
-                refusal.hint = self.first + refusal.hint
-            raise
+        names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
+        what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
+        return Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step)
 
     @property
     def model_type(self) -> str:
         return str(self._stated["model_type"])
-
-    @property
-    def inner_model_type(self) -> str | None:
-        """The model type of its `text_config`, if it has one."""
-        inner = self.raw.get("text_config")
-        return str(inner["model_type"]) if isinstance(inner, dict) and "model_type" in inner else None
 
     @property
     def needs_code(self) -> bool:
@@ -266,9 +234,8 @@ class Source:
                 `eval.inputs.config_rules`.
         """
         self.refuse_remote_code()
-        with self._within_reach():
-            config = self._built_config()
-            config_rules.check_config(config, self._where)
+        config = self._built_config()
+        config_rules.check_config(config, self._where)
         return config
 
     def _built_config(self) -> Any:
@@ -293,6 +260,7 @@ class Source:
     def _config_class(self) -> type:
         from transformers import CONFIG_MAPPING
 
+        models.make_known(self.model_type)
         try:
             found: type = CONFIG_MAPPING[self.model_type]
         except KeyError:
@@ -305,25 +273,19 @@ class Source:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of the weights: from the config, else from the first weight file, else float32."""
+        """The dtype of the weights: from the config, else from its files, else float32."""
         named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
         return str(named).removeprefix("torch.")
 
     def _dtype_of_weights(self) -> str | None:
-        """The dtype in the header of a local safetensors file, or of a former type's weights; None for other sources."""
-        if self._former:  # whose configs often do not say it
-            held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
-            return next((name for name in FLOATS.values() if name in held), None)
-        path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
-        if path is None:
+        """A float dtype that its files have. None for a Hub id, but for former types, whose configs rarely name it."""
+        if self.directory is None and not self._former:
             return None
-        with path.open("rb") as file:
-            try:
-                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-                found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
-            except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
-                return None  # a damaged file is for those to name who read its weights
-        return next((name for short, name in FLOATS.items() if short in found), None)
+        try:
+            held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+        except KvfoldError:  # a damaged file is for those to name who read its weights
+            return None
+        return next((name for name in _FLOATS if name in held), None)
 
     @property
     def max_positions(self) -> int | None:
@@ -347,9 +309,15 @@ class Source:
         return self.calibrated.of if self.calibrated else self.max_positions
 
     @property
+    def tokenizer_files(self) -> list[Path]:
+        """The files that a tokenizer is made from."""
+        files = (file for file in self.files.iterdir() if file.is_file())
+        return [file for file in files if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
+
+    @property
     def has_tokenizer(self) -> bool:
-        """Whether it has a file that a tokenizer is made from."""
-        return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
+        """Whether there are any."""
+        return bool(self.tokenizer_files)
 
     def tokenizer(self) -> Any:
         """Its own tokenizer.
@@ -367,6 +335,7 @@ class Source:
                     f"the tokenizer of {self.reference} is code of its own, which is not run",
                     hint="put the tokenizer.json of a copy that was converted to transformers' class beside it",
                 )
+            models.make_known(self.model_type)
             known = {"config": self.config} if self._former else {}
             return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code, **known)
         except Failure:
@@ -420,8 +389,7 @@ class Source:
     @cached_property
     def _files(self) -> Path:
         found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
-        with self._within_reach():
-            refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
+        refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found
 
     def reader(self, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> Reader:

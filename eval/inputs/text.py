@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Failure, Refusal, one_line
 from attention.spread import evenly_spread
-from eval.inputs import large_file
-from eval.inputs.encoding import PIECE, UNSURE, encoded
+from eval.inputs.encoding import CHARACTERS, encoded
 
 if TYPE_CHECKING:
     import torch
@@ -26,19 +25,24 @@ MOST_SHARE = 1e12  # of a text among several: so many tokens are never read, and
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
 
+_LARGE = 2**24  # characters; of a longer text, calibration sees excerpts
+_MOST, _MOST_PIPED = 2**32, 2**24  # bytes of a file, and of a pipe
+_EXCERPT = 2**15  # characters
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, fill the range from 0 to 1 evenly
+_MARK = "\ufeff"  # before a text, by which some editors tell its encoding
+
+
 @dataclass(frozen=True)
 class Text:
     """A named piece of plain text.
 
     Attributes:
         name: For people.
-        text: All of it, or the start of a large file.
-        file: That file.
+        text: All of it.
     """
 
     name: str
     text: str
-    file: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -46,27 +50,26 @@ class Text:
 
     @property
     def size(self) -> int:
-        """UTF-8 bytes of all of it."""
-        return len(self.text.encode()) if self.file is None else self.file.stat().st_size
-
-    def pieces(self, first: int = PIECE) -> Iterator[str]:
-        """All of it, in pieces, the first one of so many characters."""
-        if self.file is not None:
-            for number, piece in enumerate(large_file.pieces(self.file, first)):
-                yield piece if number else piece.removeprefix(large_file.MARK)
-            return
-        yield self.text[:first]
-        for start in range(first, len(self.text), PIECE):
-            yield self.text[start : start + PIECE]
+        """UTF-8 bytes."""
+        return len(self.text.encode())
 
     def all_over(self, tokens: int) -> Text:
-        """A text from which about as many tokens can be taken: of a large file, lines from all over it.
+        """A text from which about as many tokens can be taken: of a large one, whole lines from evenly spread places.
 
-        So are those of any start of it: whoever takes fewer tokens has some from all over the file, too.
+        They are not in its order: those of any part of the result, from its start, are spread evenly, too.
         """
-        if self.file is None or self.size <= _CHARACTERS * tokens:
+        size, whole = CHARACTERS * tokens, len(self.text)
+        if whole <= max(_LARGE, size):
             return self
-        return Text(self.name, large_file.excerpts(self.file, _CHARACTERS * tokens))
+        chosen = evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT))
+        order = sorted((number * _GOLDEN % 1, index * _EXCERPT) for number, index in enumerate(chosen))
+        return Text(self.name, "\n".join(_lines(self.text[start : start + _EXCERPT], start > 0) for _, start in order))
+
+
+def _lines(part: str, cut: bool) -> str:
+    """The whole lines of a part of a text, or all of it where it has no two line ends. `cut`: its first line may be cut."""
+    start, end = (part.find("\n") + 1 if cut else 0), part.rfind("\n")
+    return part[start:end] if end > start else part
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Tokens:
     Attributes:
         name: The name of the text.
         ids: `[tokens]`, int64, without special tokens: the whole text, its start, or blocks of it (`spread`).
-        text_bytes: UTF-8 bytes of the whole text; of a large file's lines, where these stand for it.
+        text_bytes: UTF-8 bytes of the whole text, or of the excerpts that stand for it.
         per_byte: Tokens per byte of the encoded part.
         bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
     """
@@ -133,7 +136,6 @@ _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\
 DATASETS = tuple(_DATASETS)
 
 _REACH = 2**19  # tokens of a text, since encoding takes time and memory
-_CHARACTERS = 8  # per token, as a first guess
 
 
 def reach(count: int) -> int:
@@ -142,22 +144,36 @@ def reach(count: int) -> int:
 
 
 def read_file(path: Path) -> Text:
-    """A UTF-8 text file. Of a large one, only the start is read now.
+    """A UTF-8 text file, as it is but for a byte order mark: line ends stay.
 
     Raises:
-        Failure: The file cannot be read, is not UTF-8, or is empty.
+        Failure: The file cannot be read, is not UTF-8, is empty, or is larger than any text that is needed.
     """
     try:
-        large = path.is_file() and path.stat().st_size > large_file.LARGE
+        regular = path.is_file()
+        size = path.stat().st_size if regular else _MOST_PIPED + 1  # a pipe or a device may have no end
+        with path.open("rb") as file:
+            data = file.read(size) if size <= _MOST else b""
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
-    text = next(large_file.pieces(path, PIECE if large else None), "")
-    if text.startswith(large_file.MARK):
+    if size > _MOST or (not regular and len(data) == size):
+        most = _MOST if regular else _MOST_PIPED
+        raise Failure(f"{path} has more than {most:,} bytes", hint="write what is wanted of it into a file: head -c 16M")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, error.reason, error.start) from None
+    if (place := text.find("\0")) >= 0:  # UTF-16 and binary files may pass as UTF-8
+        raise _not_utf8(path, "a NUL", len(text[:place].encode()))
+    if text.startswith(_MARK):
         _log.warning("%s begins with a byte order mark, which is left out", path.name)
-        text = text.removeprefix(large_file.MARK)
-    if "\r\n" in text[:PIECE]:
+    if "\r\n" in text[:_LARGE]:
         _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
-    return Text(path.name, text, path if large else None)
+    return Text(path.name, text.removeprefix(_MARK))
+
+
+def _not_utf8(path: Path, reason: str, offset: int) -> Failure:
+    return Failure(f"{path} is not UTF-8 text: {reason} at byte {offset}", hint="convert it: iconv -f ENCODING -t UTF-8")
 
 
 def text_of(given: OneText) -> Text:
@@ -205,7 +221,7 @@ def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
     Raises:
         Failure: The text has fewer than two tokens.
     """
-    ids, size = encoded(text.pieces(PIECE if first is None else min(PIECE, _CHARACTERS * (first + UNSURE))), tokenizer, first)
+    ids, size = encoded(text.text, tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
     return Tokens(text.name, ids[:first], text.size, len(ids) / size, bos_before_texts(tokenizer))

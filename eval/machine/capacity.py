@@ -12,15 +12,10 @@ from typing import Any
 
 from attention.auto import from_config
 from attention.errors import Refusal
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.kv_bytes import dtype_bytes
+from attention.spec import AttentionSpec
 
-GPUS: dict[str, float] = {
-    "RTX 4090": 24,
-    "RTX 5090": 32,
-    "A100/A800/H800": 80,
-    "H20": 96,
-    "H200": 141,
-}
+GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9
 _LONGEST = 2**40  # tokens: a cache of which windows bound every layer fits at any length
 # By the names that people give to GPUs: the gigabytes that each comes with.

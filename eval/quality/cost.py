@@ -9,7 +9,8 @@ import torch
 
 from attention.errors import Failure
 from attention.formats import KIVI
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.kv_bytes import dtype_bytes
+from attention.spec import AttentionSpec
 from attention.versions import CACHE
 from eval.machine.device import input_device
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from attention.encoded_forward import store_encoded
 from attention.errors import GateMissed, Refusal
 from attention.formats import KIVI
-from attention.padding import pad_values
-from attention.rounded import read_rounded
-from attention.spec import AttentionSpec, dtype_bytes
-from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
+from attention.kv_bytes import dtype_bytes
+from attention.spec import AttentionSpec
+from eval.inputs.loading import calibration_tokens, compute_dtype, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import require_device
-from eval.quality.cost import cache_figures
-from eval.quality.lockstep import Job, score_all
+from eval.quality.lockstep import Job, Lockstep, Row
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.protocol import Protocol
@@ -82,101 +78,48 @@ def report_of(
     """
     protocols, tokens = prepare(sources, text, settings)
     known = remarks(sources, text, settings.max_tokens, tokens)
-    sources, forms = _with_formats(sources, settings.cache_dtypes)
-    known += [[] if form not in KIVI else [_OF_KIVI] for form in forms[len(known) :]]  # what holds of a model is said once
 
     @cache
     def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
-    overlap = partial(seen_share, tokens=tokens, within=within, calibrated_on=calibrated_on)
-    models = _Models(sources, forms, settings, tokens, protocols[0].context, overlap, progress)
-    scores = [[Score() for _ in sources] for _ in protocols]
-    jobs = [
-        Job(batch, row)
-        for protocol, row in zip(protocols, scores, strict=True)
-        for batch in batches(protocol.blocks(tokens), sources[0].vocabulary)
-    ]
-    score_all(jobs, sources, models.opened, models.visit, progress)
-    quality = [[score.as_figures(tokens, row[0]) for score in row] for row in scores]
+    rows = _rows(sources, settings.cache_dtypes, len(protocols))
+    for row, said in zip(rows, known + [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(known) :]], strict=True):
+        # What files can make fail comes before the long part.
+        share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
+        row.entry, row.remarks = identity(row.source) | {"calibration_overlap": share}, said
+    probe = Recall.asked(settings, sources, tokens)
+    vocabulary = sources[0].vocabulary
+    batched = [batches(protocol.blocks(tokens), vocabulary) for protocol in protocols]
+    jobs = [Job(batch, index) for index, part in enumerate(batched) for batch in part]
+    Lockstep(jobs, protocols[0].context, settings, probe, progress).measure(rows)
+    quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),
         "protocol": protocol_entry(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
-        "models": [
-            entry | {"remarks": said} | figures for entry, said, figures in zip(models.entries, known, quality[0], strict=True)
-        ],
+        "models": [row.entry | {"remarks": row.remarks} | one for row, one in zip(rows, quality[0], strict=True)],
         "other_contexts": [
             {
                 "context": protocol.context,
                 "stride": protocol.stride,
-                "models": [{"name": source.name} | figures for source, figures in zip(sources, row, strict=True)],
+                "models": [{"name": row.source.name} | one for row, one in zip(rows, figures, strict=True)],
             }
-            for protocol, row in zip(protocols[1:], quality[1:], strict=True)
+            for protocol, figures in zip(protocols[1:], quality[1:], strict=True)
         ],
-        "recall": models.recall(),
+        "recall": probe and probe.conditions() | {"models": [row.recall for row in rows]},
     }
 
 
-def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list[Source], list[str | None]]:
-    """Each model as it is, then each once for each format of the cache that its dtype is not; formats beside them."""
+def _rows(sources: Sequence[Source], forms: Sequence[str], contexts: int) -> list[Row]:
+    """Each model as it is, then each once for each format of the cache that its dtype is not."""
     rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
-    rows += [(source, form) for source in sources for form in forms if form != source.dtype and is_cached_in(source, form)]
-    named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
-    return named, [form for _, form in rows]
-
-
-class _Models:
-    """Loads the models of an evaluation, and notes what is measured of each besides its score.
-
-    Attributes:
-        entries: The beginning of each model's entry in the report: what it is, and its cache.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        forms: Sequence[str | None],
-        settings: EvaluationSettings,
-        tokens: Tokens,
-        context: int,
-        overlap: Callable[[Source], float | None],
-        progress: Progress,
-    ) -> None:
-        self._sources, self._forms, self._settings, self._progress = sources, forms, settings, progress
-        self._context = context
-        first, *others = sources  # what their files can make fail comes before the long part
-        self._known = [identity(first) | {"calibration_overlap": None}]
-        self._known += [identity(other) | {"calibration_overlap": overlap(other)} for other in others]
-        self.entries: list[dict[str, Any]] = []
-        self._probe = Recall.asked(settings, sources, tokens)
-        self._recalled: dict[int, dict[str, Any]] = {}
-
-    @contextlib.contextmanager
-    def opened(self, index: int) -> Iterator[Any]:
-        """The model with this index, freed when the block ends."""
-        source, form = self._sources[index], self._forms[index]
-        with load(source, self._settings.dtype, self._settings.device) as model:
-            pad_values(model)  # several times faster on a CPU, and changes no result
-            if form is not None:
-                (read_rounded if form in KIVI else store_encoded)(model, form)
-            if index == len(self.entries):  # the first time
-                spec = AttentionSpec.from_config(source.config)
-                context, known = self._context, self._known[index]
-                whole = self.entries[0]["kv_bytes_per_token"] if self.entries else spec.bytes_per_token(source.dtype, context)
-                self.entries.append(known | cache_figures(model, spec, source.dtype, whole, form, context))
-            yield model
-
-    def visit(self, index: int, model: Any) -> None:
-        """Measure recall, if it is asked for."""
-        if self._probe is not None:
-            name = self._sources[index].name
-            self._recalled[index] = {"name": name} | self._probe.measure(model, name, self._progress)
-
-    def recall(self) -> dict[str, Any] | None:
-        """The report's part on recall; None if it was not asked for."""
-        if self._probe is None:
-            return None
-        return self._probe.conditions() | {"models": [found for _, found in sorted(self._recalled.items())]}
+    rows += [
+        (replace(source, label=f"{source.name} ({form} cache)"), form)
+        for source in sources
+        for form in forms
+        if form != source.dtype and is_cached_in(source, form)
+    ]
+    return [Row(source, form, [Score() for _ in range(contexts)]) for source, form in rows]
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:

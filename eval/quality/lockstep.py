@@ -1,180 +1,158 @@
-"""Scores converted models beside their source, which runs once, however many they are.
+"""Scores models beside their source, batch by batch, so that the logits of two models at most are in memory.
 
-Memory holds the source and one other model, or several if they are small. Models that are loaded later are compared with the
-source's logits on disk. If all of them would take more room than allowed, the text is cut into portions: each is scored with
-all models before the next one begins, so every model is loaded once per portion.
+The source stays loaded. The others are loaded beside it: several together while they are small, larger ones one after another,
+for each of which the source runs again.
 """
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from attention.errors import Failure
+from attention.encoded_forward import read_rounded, store_encoded
+from attention.formats import KIVI
+from attention.padding import pad_values
+from attention.spec import AttentionSpec
+from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.machine.device import memory_for
+from eval.quality.cost import cache_figures
 from eval.quality.perplexity import Batch, Score, add, logits_of
-from eval.terminal.progress import Progress, stage
+from eval.quality.recall import Recall
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent, stage
 
-_log = logging.getLogger("kvfold")
 _SMALL = 250 * 10**6  # bytes of weights that fit beside the source on any machine
-_MOST_KEPT = 32 * 10**9  # bytes of logits on disk, and at most half of what is free there
+
+
+@dataclass
+class Row:
+    """A model over one format of its cache: a row of a report, and what is measured of it.
+
+    Attributes:
+        source: The checkpoint, labelled with the format.
+        form: The format that its cache is stored in or rounded to; None for its own dtype.
+        scores: One for each context.
+        remarks: What to know of it, as what follows its name in a sentence.
+        entry: What the report says of it before its scores: what it is, and its cache.
+        recall: Its entry in the report's part on recall; None if that is not measured.
+    """
+
+    source: Source
+    form: str | None
+    scores: list[Score]
+    remarks: list[str] = field(default_factory=list)
+    entry: dict[str, Any] = field(default_factory=dict)
+    recall: dict[str, Any] | None = None
 
 
 class Job(NamedTuple):
-    """A batch to score, with the score of each model that it adds to, the source's first."""
+    """A batch to score, and the index of its context."""
 
     batch: Batch
-    scores: Sequence[Score]
+    context: int = 0
 
 
-class KeptLogits:
-    """Logits of the source, a file for each batch of a portion.
+@dataclass(frozen=True)
+class Lockstep:
+    """What is measured of models, in one order.
 
-    Args:
-        directory: An empty directory.
+    Attributes:
+        jobs: The batches to score.
+        context: Tokens of the cache that is measured.
+        settings: How to load the models.
+        probe: The probe of recall, or None.
+        progress: Called with the number of scored tokens.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    jobs: Sequence[Job]
+    context: int
+    settings: EvaluationSettings
+    probe: Recall | None = None
+    progress: Progress = silent
 
-    def keep(self, number: int, logits: torch.Tensor) -> None:
-        """Keep the logits of the batch with this number.
+    def measure(self, rows: Sequence[Row]) -> None:
+        """Fill in scores, caches and recall; the source comes first.
 
         Raises:
-            Failure: They cannot be written.
+            Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.
         """
-        try:
-            torch.save(logits.clone(), self._file(number))  # of a view, torch would write all that it is a view of
-        except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
-            raise Failure(
-                f"cannot keep the source's logits in {self._directory}: {str(error).splitlines()[0][:200]}",
-                hint="free some space, or name another directory in TMPDIR; fewer --max-tokens take less",
-            ) from error
+        first, *others = rows
+        with self._opened(first, None) as source:
+            for number, group in enumerate(_groups(others)):
+                self._measure_group(first, source, group, again=number > 0)
 
-    def logits(self, number: int) -> torch.Tensor:
-        found: torch.Tensor = torch.load(self._file(number), map_location="cpu", weights_only=True)
-        return found
+    def _measure_group(self, first: Row, source: Any, group: Sequence[Row], again: bool) -> None:
+        """The same of models that are loaded together. `again`: the source, which is loaded, has been measured already."""
+        with contextlib.ExitStack() as stack:
+            whole = first.entry["kv_bytes_per_token"]
+            models = [(row, stack.enter_context(self._opened(row, whole))) for row in group]
+            name = ", ".join(row.source.name for row in group or [first])
+            total = sum(len(job.batch.targets) for job in self.jobs)
+            room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
+            with stage(self.progress, f"evaluate {name}", total, "token") as done, room:
+                scored = [(model, row.scores) for row, model in models]
+                score_group(self.jobs, source, None if again else first.scores, scored, done)
+            if self.probe is not None:
+                for row, model in models if again else [(first, source), *models]:
+                    row.recall = {"name": row.source.name} | self.probe.measure(model, row.source.name, self.progress)
 
-    def _file(self, number: int) -> Path:
-        return self._directory / f"{number}.pt"
-
-
-def room_for_logits() -> int:
-    """Bytes of logits that may be kept on disk."""
-    return min(_MOST_KEPT, shutil.disk_usage(tempfile.gettempdir()).free // 2)
-
-
-def portions(jobs: Sequence[Job], vocabulary: int, room: int) -> Iterator[Sequence[Job]]:
-    """Consecutive jobs whose logits fit into `room` bytes, even in fp32; at least one job each."""
-    start, size = 0, 0
-    for end, job in enumerate(jobs):
-        more = len(job.batch.targets) * vocabulary * 4
-        if end > start and size + more > room:
-            yield jobs[start:end]
-            start, size = end, 0
-        size += more
-    yield jobs[start:]
+    @contextlib.contextmanager
+    def _opened(self, row: Row, whole: float | None) -> Iterator[Any]:
+        """The model of a row, freed when the block ends, its cache measured. `whole`: the source's KV bytes per token."""
+        source, form = row.source, row.form
+        with load(source, self.settings.dtype, self.settings.device) as model:
+            pad_values(model)  # several times faster on a CPU, and changes no result
+            if form is not None:
+                (read_rounded if form in KIVI else store_encoded)(model, form)
+            spec = AttentionSpec.from_config(source.config)
+            whole = spec.bytes_per_token(source.dtype, self.context) if whole is None else whole
+            row.entry |= cache_figures(model, spec, source.dtype, whole, form, self.context)
+            yield model
 
 
 def score_group(
     jobs: Sequence[Job],
-    source: Any | None,
-    models: Sequence[tuple[int, Any]],
-    kept: KeptLogits | None,
+    source: Any,
+    source_scores: Sequence[Score] | None,
+    others: Sequence[tuple[Any, Sequence[Score]]],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> None:
-    """Score some models on a portion of the jobs.
+    """Score some models beside their source.
 
     Args:
-        jobs: Those of the portion.
-        source: The source, which is scored, too; None if its logits are already kept.
-        models: The other models, each with the index of its score.
-        kept: Where the source's logits are, or will be; None if no other models need them.
+        jobs: What to score.
+        source: The source, loaded.
+        source_scores: Its scores, one for each context; None if it has been scored already.
+        others: The other models, loaded, each with its scores.
         progress: Called with the number of tokens newly scored.
 
     Raises:
-        Failure: A model's logits are not finite, or the source's cannot be kept.
+        Failure: A model's logits are not finite.
     """
     with torch.inference_mode():
-        for number, (batch, scores) in enumerate(jobs):
-            if source is not None:
-                expected = logits_of(source, batch)
-                add(scores[0], batch, expected)
-                if kept is not None:
-                    kept.keep(number, expected)
-            else:
-                assert kept is not None, "a later group reads what the first one kept"
-                expected = kept.logits(number)
-            for index, model in models:  # hold one model's logits at a time
-                add(scores[index], batch, logits_of(model, batch), expected)
+        for batch, context in jobs:
+            expected = logits_of(source, batch)
+            if source_scores is not None:
+                add(source_scores[context], batch, expected)
+            for model, scores in others:  # hold one model's logits at a time
+                add(scores[context], batch, logits_of(model, batch), expected)
             progress(len(batch.targets))
 
 
-def score_all(
-    jobs: Sequence[Job],
-    sources: Sequence[Source],
-    opened: Callable[[int], AbstractContextManager[Any]],
-    visit: Callable[[int, Any], object],
-    progress: Progress,
-) -> None:
-    """Score every model on every job; the source runs once.
-
-    Args:
-        jobs: What to score, each with one score per model.
-        sources: The models; the source comes first.
-        opened: Loads a model by its index; the end of the block frees it.
-        visit: Called once with each model and its index, while it is loaded.
-        progress: Called with the number of scored tokens.
-    """
-    groups = _groups(sources[1:])
-    vocabulary = sources[0].vocabulary
-    alone = len(groups) == 1  # nothing need be kept on disk
-    parts = [jobs] if alone else list(portions(jobs, vocabulary, room_for_logits()))
-    if len(parts) > 1:
-        _log.warning(
-            "%s has room for the source's logits on a part of the text only: every model is loaded %d times "
-            "(TMPDIR names another directory)", tempfile.gettempdir(), len(parts),
-        )  # fmt: skip
-    for turn, portion in enumerate(parts):
-        with tempfile.TemporaryDirectory(prefix="kvfold-logits-") as directory:
-            kept = None if alone else KeptLogits(Path(directory))
-            for order, group in enumerate(groups):
-                with ExitStack() as stack:
-                    source = stack.enter_context(opened(0)) if order == 0 else None
-                    models = [(index, stack.enter_context(opened(index))) for index in group]
-                    name = ", ".join(sources[index].name for index in group or [0])
-                    name += f", part {turn + 1} of {len(parts)}" if len(parts) > 1 else ""
-                    total = sum(len(job.batch.targets) for job in portion)
-                    room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
-                    with stage(progress, f"evaluate {name}", total, "token") as done, room:
-                        score_group(portion, source, models, kept, done)
-                    if turn == 0:
-                        _visit([(0, source), *models] if source is not None else models, visit)
-                    del source, models  # or they would stay in memory while the next ones are loaded
-
-
-def _visit(models: Sequence[tuple[int, Any]], visit: Callable[[int, Any], object]) -> None:
-    for index, model in models:
-        visit(index, model)
-
-
-def _groups(others: Sequence[Source]) -> list[list[int]]:
-    """The indices of the models in order, grouped: as many as have weight files of `_SMALL` bytes together, or a single one."""
-    groups: list[list[int]] = []
-    room = 0
-    for index, other in enumerate(others, 1):
-        size = sum(file.stat().st_size for file in (*other.files.glob("*.safetensors"), *other.files.glob("*.bin")))
-        if not groups or size > room:
-            groups.append([])
-            room = _SMALL
-        groups[-1].append(index)
+def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows in order, as many together as have weight files of `_SMALL` bytes, or a single one; one empty group of none."""
+    group, room = list[Row](), _SMALL
+    for row in rows:
+        files = row.source.files
+        size = sum(file.stat().st_size for file in (*files.glob("*.safetensors"), *files.glob("*.bin")))
+        if group and size > room:
+            yield group
+            group, room = [], _SMALL
+        group.append(row)
         room -= size
-    return groups or [[]]
+    yield group

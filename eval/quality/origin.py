@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.overlap import overlap
-from eval.inputs.reader import TOKENIZER_FILES
-from eval.inputs.sealed import checksum
+from eval.inputs.sealed import checksum, read_object
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens, reach
 
@@ -44,11 +41,8 @@ def _made(source: Source) -> dict[str, Any]:
     Raises:
         Failure: It is ours, and a value has a type that no conversion writes.
     """
-    try:
-        made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    if not isinstance(made, dict) or "kvfold" not in made:
+    made = read_object(source.files / "conversion.json") or {}
+    if "kvfold" not in made:
         return {}  # another tool's file of that name says nothing
     calibration = made.get("calibration") or {}
     counts = (
@@ -79,19 +73,18 @@ def remarks(sources: Sequence[Source], text: Text, first: int | None, tokens: To
 
 def _of_lineages(sources: Sequence[Source]) -> list[str]:
     """Of each model, that the first one is not what it was made from, perhaps by way of others among them; "" if it is."""
-    made, first = list(map(_made, sources)), sources[0].name
+    made, first = list(map(_made, sources)), sources[0]
     stated = list(map(_stated_source, made))
     if len(sources) == 1:
         return [stated[0] and f"is compared with nothing: give {stated[0]}, which it was made from, before it"]
-    same = [{i for i, other in enumerate(sources) if other.files == source.files} for source in sources]
-    origins = [{i for i, other in enumerate(sources) if _is_source(other, one)} for one in made]
-    related = same[0]
+    parents = [{i for i, other in enumerate(sources) if _is_source(other, one)} for one in made]
+    related = {i for i, other in enumerate(sources) if other.files == first.files}
     for _ in sources:  # each time, what was made from these
-        related = related | {i for i, found in enumerate(origins) if found & related}
-    said = [one and f"was made from {one}, and {first} seems to be another model: give its own source first" for one in stated]
-    said = ["" if i in related else one for i, one in enumerate(said)]
-    for i in origins[0] - related:
-        said[i] = f"is what {first} was made from, so the losses are the wrong way round: give it first"
+        related |= {i for i, origins in enumerate(parents) if origins & related}
+    wrong = "was made from {}, and {} seems to be another model: give its own source first"
+    said = ["" if i in related or not one else wrong.format(one, first.name) for i, one in enumerate(stated)]
+    for i in parents[0] - related:
+        said[i] = f"is what {first.name} was made from, so the losses are the wrong way round: give it first"
     return said
 
 
@@ -106,24 +99,23 @@ def _is_source(source: Source, made: Mapping[str, Any]) -> bool:
     if not (stated := _stated_source(made)):
         return False
     run = made.get("run")
-    files = run.get("source_files") if isinstance(run, dict) else None
-    files = {str(name): file for name, file in (files if isinstance(files, dict) else {}).items()}
-    teacher = {name.removeprefix("teacher/"): file for name, file in files.items() if name.startswith("teacher/")}
+    noted = run.get("source_files") if isinstance(run, dict) else None
+    noted = noted if isinstance(noted, dict) else {}
+    files = {name.removeprefix("teacher/"): file for name, file in noted.items() if name.startswith("teacher/")} or noted
     try:
-        now: dict[str, Any] = dict(source.fingerprint)
+        now = source.fingerprint
     except (KvfoldError, OSError):  # whoever loads it says so
         return False
-    before = teacher or files
-    if before == now:
+    if files == now:
         return True
-    sizes = [{name: file[0] for name, file in one.items() if isinstance(file, list) and file} for one in (before or now, now)]
+    sizes = {name: file[0] for name, file in files.items() if isinstance(file, list) and file}
     names = [Path(reference.partition("@")[0]).name for reference in (stated, source.reference)]  # without a revision
-    return sizes[0] == sizes[1] and names[0] == names[1]
+    return names[0] == names[1] and (not files or sizes == {name: file[0] for name, file in now.items()})
 
 
 def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, tokens: Tokens) -> str:
     """That a model's own tokenizer does not make these tokens, which are the first one's, of the text; "" if it does."""
-    if not source.has_tokenizer or _hashes(source) == _hashes(first):
+    if not source.tokenizer_files or _hashes(source) == _hashes(first):
         return ""
     try:
         own = tokens_of(source, text, count)
@@ -135,9 +127,7 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
 
 
 def _hashes(source: Source) -> dict[str, str]:
-    """Of the files of its tokenizer."""
-    files = [file for file in source.files.iterdir() if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
-    return {file.name: checksum(file) for file in files if file.is_file()}
+    return {file.name: checksum(file) for file in source.tokenizer_files}
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,9 @@
 """Perplexity under a named protocol, and the distance of a model from its source (KL, top-1 agreement).
 
 Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided once; nothing is averaged per sequence.
+
+An average over a block hides what happens late in it: a converted model that has lost rotary components may predict as well as
+its source after a hundred tokens, and much worse after a thousand. So the loss is shown by position, too.
 """
 
 from __future__ import annotations
@@ -16,13 +19,57 @@ from torch.nn.functional import nll_loss
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device
-from eval.quality.positions import ByPosition
 from eval.quality.protocol import Block, Protocol
 
 # Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
 # Most logits per comparison, which needs several fp32 copies.
 _ROWS_AT_ONCE = 2**24
+_FIRST = 128  # tokens of the first bucket of positions; each further one ends at twice the end of the one before
+
+
+@dataclass
+class ByPosition:
+    """Running sums over scored tokens, by the index of the last token that the model sees before each.
+
+    Attributes:
+        nats: Of each bucket.
+        tokens: Their number.
+    """
+
+    nats: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, nats: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add the loss `nats [N]` of some tokens; `positions [N]` are those of the tokens before them."""
+        numbers = buckets_of(positions)
+        for number in numbers.unique().tolist():
+            chosen = numbers == number
+            missing = number + 1 - len(self.nats)
+            self.nats += [0.0] * missing
+            self.tokens += [0] * missing
+            self.nats[number] += nats[chosen.to(nats.device)].double().sum().item()
+            self.tokens[number] += int(chosen.sum())
+
+    def as_figures(self, source: ByPosition) -> list[dict[str, Any]]:
+        """One entry for each bucket with tokens: its bounds, their number, and the mean loss less the source's."""
+        return [
+            {"from": start, "to": end, "tokens": count, "loss_nats": (nats - before) / count}
+            for (start, end), nats, before, count in zip(
+                map(bounds, range(len(self.nats))), self.nats, source.nats, self.tokens, strict=True
+            )
+            if count
+        ]
+
+
+def buckets_of(positions: torch.Tensor) -> torch.Tensor:
+    """The number of the bucket of each position: 0 below 128, 1 below 256, 2 below 512, …"""
+    return torch.frexp((positions // _FIRST).double()).exponent.long()  # 0 → 0, 1 → 1, 2 and 3 → 2, 4 to 7 → 3, …
+
+
+def bounds(number: int) -> tuple[int, int]:
+    """The first position of a bucket, and the first one after it."""
+    return (_FIRST * 2 ** (number - 1) if number else 0), _FIRST * 2**number
 
 
 @dataclass

@@ -90,7 +90,8 @@ class Recall:
                 hint="leave out --recall, or give more of a text",
             )
         generator = torch.Generator().manual_seed(0)
-        count, between = _count(distances), distances[-1] - COPY
+        count = max(_FEWEST, _TOKENS // (distances[-1] + COPY))
+        between = distances[-1] - COPY
         starts = [number * (len(ids) - between) // count for number in range(count)]
         texts = [ids[start : start + between] for start in starts]
         return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
@@ -124,16 +125,8 @@ class Recall:
 
 def _distances(room: int) -> list[int]:
     """From a token to its copy, in sequences of at most so many tokens."""
-    distances, distance = [], _NEAREST
-    while distance <= _FARTHEST and distance + COPY <= room:
-        distances.append(distance)
-        distance *= 2
-    return distances
-
-
-def _count(distances: list[int]) -> int:
-    """How many sequences."""
-    return max(_FEWEST, _TOKENS // (distances[-1] + COPY))
+    doubled = (_NEAREST * 2**power for power in range((_FARTHEST // _NEAREST).bit_length()))
+    return [distance for distance in doubled if distance + COPY <= room]
 
 
 def _reading(

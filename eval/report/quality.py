@@ -16,7 +16,7 @@ from typing import Any
 from attention.errors import Failure, Refusal
 from eval.inputs.overlap import WARN_ABOVE
 from eval.report import plot
-from eval.report.sections import LARGE, cache_format, fixed, loss_text, sections
+from eval.report.sections import LARGE, loss_text, sections
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -28,10 +28,10 @@ NAMES = ("report.json", "report.md", "report.html")
 
 def to_json(report: Report) -> str:
     """The report itself, for scripts. Raises `Failure` on a number that JSON cannot hold."""
-    fields = [("the protocol", report["protocol"])]
-    fields += [(f'model "{printable(model["name"])}"', model) for model in report["models"]]
-    fields += [("the report", {key: value for key, value in report.items() if key not in ("protocol", "models")})]
-    for owner, key, value in ((owner, key, value) for owner, items in fields for key, value in items.items()):
+    probes = {key: report.get(key) for key in ("other_contexts", "recall")}
+    owners: dict[str, dict[str, Any]] = {"the protocol": report["protocol"], "the report": probes}
+    owners |= {f'model "{printable(model["name"])}"': model for model in report["models"]}
+    for owner, key, value in ((owner, key, value) for owner, items in owners.items() for key, value in items.items()):
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
@@ -68,17 +68,13 @@ def _remarks(report: Report) -> list[str]:
     ]
     unlike = [f"Warning: of {model['name']}, {note}." for model in report["models"] if (note := model.get("code"))]
     compared = [f"Warning: {model['name']} {said}." for model in report["models"] for said in model.get("remarks", [])]
-    return _windowed(report) + flattered + beyond + unlike + compared + _large_losses(report) + _dominated(report)
-
-
-def _windowed(report: Report) -> list[str]:
-    """One sentence on bytes that depend on the context."""
-    cut = [model for model in report["models"] if "kv_context" in model]
-    return [
+    windowed = [
         f"KV bytes per token, and shares of them, are those of {model['kv_context']:,} tokens: "
         "the windows of some layers keep the older ones out of the cache."
-        for model in cut[:1]
+        for model in report["models"]
+        if "kv_context" in model
     ]
+    return windowed[:1] + flattered + beyond + unlike + compared + _large_losses(report)
 
 
 def _large_losses(report: Report) -> list[str]:
@@ -89,44 +85,13 @@ def _large_losses(report: Report) -> list[str]:
     return [f"Warning: large loss: {found}. {step}"] if found else []
 
 
-def _tokens(report: Report) -> str:
-    scored = sorted({model["tokens"] for model in report["models"]})
-    return f"{scored[0]:,}" if len(scored) == 1 else f"{scored[0]:,} to {scored[-1]:,}"
-
-
 def _protocol(report: Report) -> str:
     protocol = report["protocol"]
-    algorithm, _, digest = protocol["text_hash"].rpartition(":")
     return (
-        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, "
-        f"BOS {protocol['bos']}, {protocol['dtype']}; text {protocol['text']}, {_tokens(report)} tokens scored, "
-        f"{algorithm + ':' if algorithm else ''}{digest[:12]}."
+        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, BOS {protocol['bos']}, "
+        f"{protocol['dtype']}; text {protocol['text']}, {report['models'][0]['tokens']:,} tokens scored, "
+        f"{protocol['text_hash'][: len('sha256:') + 12]}."
     )
-
-
-def _dominated(report: Report) -> list[str]:
-    """One sentence on the converted models that lose more than the source does with as small a cache in some format."""
-    source, *others = report["models"]
-    stored = [model for model in others if model["path"] == source["path"] and cache_format(model)]
-    converted = [model for model in others if model["path"] != source["path"]]
-    worse = {
-        index: [m for m in converted if m["cache_ratio"] >= row["cache_ratio"] and m["loss_nats"] > row["loss_nats"]]
-        for index, row in enumerate(stored)
-    }
-    best = max(worse, key=lambda index: (len(worse[index]), -stored[index]["cache_ratio"]), default=None)
-    if best is None or not worse[best]:
-        return []
-    row, named = stored[best], list(dict.fromkeys(map(_title, worse[best])))
-    listed = ", ".join(named[:-1]) + (" and " if named[1:] else "") + named[-1]
-    return [
-        f"The source itself with a cache in {cache_format(row)} keeps {100 * row['cache_ratio']:.3g} % at "
-        f"{fixed(row['loss_nats'], '+.3f')} nats: it loses less than {listed}, with no larger cache."
-    ]
-
-
-def _title(model: Model) -> str:
-    notes = [note for note in (model["method"], cache_format(model) and f"{cache_format(model)} cache") if note]
-    return f"{model['kind']} ({', '.join(notes)})" if notes else str(model["kind"])
 
 
 def to_html(report: Report) -> str:
@@ -148,8 +113,8 @@ def to_html(report: Report) -> str:
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
     """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
-    made = (to_json, to_markdown, to_html)
-    return write_pages({name: page(report) for name, page in zip(NAMES, made, strict=True)}, directory)
+    pages = (to_json, to_markdown, to_html)
+    return write_pages({name: page(report) for name, page in zip(NAMES, pages, strict=True)}, directory)
 
 
 def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None:

@@ -28,13 +28,6 @@ class Section(NamedTuple):
     note: str = ""
 
 
-class Column(NamedTuple):
-    """A column with a figure of each model."""
-
-    header: str
-    cell: Callable[[Model], str]
-
-
 def perplexity_text(value: float) -> str:
     """`value` with four significant digits while that is readable: 5.472, 30.12, 412.6, 8,103, 3.2e+07."""
     if value >= 1e6:
@@ -72,24 +65,27 @@ def _divergence(value: float) -> str:
     return "<0.0001" if 0 < value < 5e-5 else fixed(value)
 
 
-_IDENTITY = (
-    Column("model", lambda m: m["name"]),
-    Column("attention", lambda m: m["kind"]),
-    Column("method", lambda m: str(m["method"] or "-")),
-)
-_COST = (
-    Column("KV bytes/token", lambda m: f"{m['kv_bytes_per_token']:,.0f}"),
-    Column("of source", lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %")),
-)
-_QUALITY = (
-    Column("perplexity", lambda m: perplexity_text(m["perplexity"])),
-    Column("loss (nats)", lambda m: fixed(m["loss_nats"], "+.4f")),
-    Column("bits/byte", lambda m: f"{m['bits_per_byte']:.3f}"),
-    Column("KL", lambda m: _divergence(m["kl_to_source"])),
-    Column("top-1 agreement", lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %")),
-    Column("acceptance", lambda m: f"{m['acceptance']:.1%}".replace("%", " %")),
-)
-COLUMNS = (*_IDENTITY, *_COST, *_QUALITY)
+# Columns, by their headers: a figure of a model as text.
+_Columns = dict[str, Callable[[Model], str]]
+_IDENTITY: _Columns = {
+    "model": lambda m: m["name"],
+    "attention": lambda m: m["kind"],
+    "method": lambda m: str(m["method"] or "-"),
+}
+_QUALITY: _Columns = {
+    "perplexity": lambda m: perplexity_text(m["perplexity"]),
+    "loss (nats)": lambda m: fixed(m["loss_nats"], "+.4f"),
+    "bits/byte": lambda m: f"{m['bits_per_byte']:.3f}",
+    "KL": lambda m: _divergence(m["kl_to_source"]),
+    "top-1 agreement": lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %"),
+    "acceptance": lambda m: f"{m['acceptance']:.1%}".replace("%", " %"),
+}
+COLUMNS: _Columns = {
+    **_IDENTITY,
+    "KV bytes/token": lambda m: f"{m['kv_bytes_per_token']:,.0f}",
+    "of source": lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %"),
+    **_QUALITY,
+}
 
 
 def sections(report: Report) -> list[Section]:
@@ -103,17 +99,17 @@ def sections(report: Report) -> list[Section]:
 
 
 def _models(report: Report) -> Section:
-    rows = [[printable(column.cell(model)) for column in COLUMNS] for model in report["models"]]
+    rows = [[printable(cell(model)) for cell in COLUMNS.values()] for model in report["models"]]
     if any(model["path"] != report["models"][0]["path"] for model in report["models"]):
         rows[0][0] += " (source)"
-    return Section([column.header for column in COLUMNS], rows, len(_IDENTITY))
+    return Section(list(COLUMNS), rows, len(_IDENTITY))
 
 
 def _at_context(other: Report) -> Iterator[Section]:
     """The quality at a further context."""
-    context, name = other["context"], _IDENTITY[0]
-    header = [f"at context {context:,}", *(column.header for column in _QUALITY)]
-    yield Section(header, [[printable(column.cell(model)) for column in (name, *_QUALITY)] for model in other["models"]])
+    context = other["context"]
+    rows = [[printable(model["name"]), *(cell(model) for cell in _QUALITY.values())] for model in other["models"]]
+    yield Section([f"at context {context:,}", *_QUALITY], rows)
     yield from _by_position(other["models"], context)
 
 

@@ -1,30 +1,36 @@
-"""Measures prefill, decode step, cache and peak memory of models side by side, at every batch and context.
+"""Measures prefill, decode step, cache and peak memory of models, at every batch and context.
 
 Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 
-from attention import kernels
+from attention import absorb, kernels, pack
 from attention.errors import Failure, Refusal
-from eval.inputs.loading import require_causal
+from attention.grouped import is_packed
+from attention.kv_bytes import dtype_bytes
+from attention.latent import LatentAttention
+from attention.spec import AttentionSpec
+from eval.inputs.loading import compute_dtype, load, require_causal
 from eval.inputs.source import Source, require_contexts
+from eval.machine.capacity import count_parameters
 from eval.machine.clock import hardware, spread, timed
 from eval.machine.device import compute_device, free_memory, memory_for, require_device
-from eval.speed.model_run import ModelRun, describe, loaded, model_runs
 from eval.speed.workload import Workload, weight_bytes
 from eval.terminal.progress import Progress, silent, stage
 from eval.terminal.tables import bytes_text
 
+_log = logging.getLogger("kvfold")
 _WARM_UP = 3  # steps; the second one records CUDA graphs
 
 
@@ -65,11 +71,21 @@ class Case(NamedTuple):
         return f"batch {self.batch} × context {self.context}"
 
 
-def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress = silent) -> dict[str, Any]:
-    """Measure models side by side.
+class ModelRun(NamedTuple):
+    """A model in one runtime, ours (if it supports the class) or transformers'; it gets one row per batch and context."""
 
-    If all models fit into half of the free memory together, they take turns in every round; otherwise, or if compiled, they
-    are measured one after another.
+    source: Source
+    spec: AttentionSpec
+    dtype: str
+    ours: bool
+    weight_bytes: int
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        return batch * self.spec.cache_bytes(self.dtype, context, static=True)
+
+
+def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress = silent) -> dict[str, Any]:
+    """Measure models, one after another.
 
     Args:
         sources: The models.
@@ -87,23 +103,16 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     device = compute_device(settings.device)
     setup = hardware(device)  # includes the load before the first round
     _require_memory(runs, cases, device)
-    together = len(runs) > 1 and not settings.compile and _fit_together(runs, cases, device)
-    groups = [runs] if together else [[run] for run in runs]
-    total = len(runs) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
-    with stage(progress, "bench", total, "round") as done:
-        for group in groups:
-            with loaded(group, device) as models:
-                figures = [describe(*pair) for pair in zip(group, models, strict=True)]
-                for case in cases:
-                    rows = _measure(group, models, case, settings, done)
-                    for entry, row in zip(figures, rows, strict=True):
-                        entry["cases"].append(row)
-            found += figures
-    for entry in found:
-        entry["cases"].sort(key=lambda row: (row["batch"], row["context"]))
-    order = None if len(runs) == 1 else "alternating" if together else "one after another"
-    asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
+    with stage(progress, "bench", len(runs) * len(cases) * settings.rounds, "round") as done:
+        for each in runs:
+            try:
+                found.append(_entry(each, cases, device, settings, done))
+            finally:
+                torch.compiler.reset()  # compiled code holds its model, and CUDA graphs hold their memory
+                gc.collect()
+                torch.cuda.empty_cache()  # does nothing without a GPU
+    asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
 
@@ -118,7 +127,7 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
         require_causal(source)
     contexts = require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
-    runs = [run for source in sources for run in model_runs(source, settings.dtype, device, settings.stock)]
+    runs = [run for source in sources for run in _runtimes(source, settings, device)]
     if settings.stock and not any(run.ours for run in runs):
         raise Refusal(
             "none of these models has latent or grouped attention, so there is no stock runtime to compare with",
@@ -127,6 +136,15 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
     # The largest first, so that a lack of memory shows at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
     return runs, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
+
+
+def _runtimes(source: Source, settings: BenchSettings, device: torch.device) -> list[ModelRun]:
+    """A model in each runtime to measure, from its config alone. MHA only runs in transformers' runtime."""
+    spec = AttentionSpec.from_config(source.config)
+    dtype = compute_dtype(source, settings.dtype, device.type)
+    weights = count_parameters(source.config) * dtype_bytes(dtype)
+    ours = spec.kind != "MHA"
+    return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and settings.stock else (ours,))]
 
 
 def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
@@ -150,43 +168,53 @@ def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: tor
             )
 
 
-def _fit_together(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> bool:
-    caches = max(sum(run.cache_bytes(*case) for run in runs) for case in cases)
-    # Half, since prefills need memory too, and how much is known only afterwards.
-    return sum(run.weight_bytes for run in runs) + caches <= free_memory(device) / 2
+def _entry(
+    run: ModelRun, cases: Sequence[Case], device: torch.device, settings: BenchSettings, done: Callable[[int], None]
+) -> dict[str, Any]:
+    """An entry of "models" in bench.json. The model runs unchanged if our runtime does not support its class."""
+    with load(run.source, run.dtype, str(device)) as model:
+        if run.ours:
+            try:
+                (pack if run.spec.kv_lora_rank is None else absorb)(model)
+            except Refusal as refusal:
+                _log.warning("%s runs as transformers has it: %s", run.source.name, refusal)
+        absorbed = any(isinstance(module, LatentAttention) for module in model.modules())
+        rows = [_measure(run, model, case, settings, done) for case in cases]
+        return {
+            "name": run.source.name,
+            "path": run.source.reference,
+            "kind": run.spec.kind,
+            "runtime": "absorbed" if absorbed else "packed" if any(map(is_packed, model.modules())) else "transformers",
+            "class": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "dtype": run.dtype,
+            "weight_bytes": weight_bytes(model),
+            "cases": sorted(rows, key=lambda row: (row["batch"], row["context"])),
+        }
 
 
 @torch.no_grad()  # as in `generate`
-def _measure(
-    runs: Sequence[ModelRun], models: Sequence[Any], case: Case, settings: BenchSettings, done: Callable[[int], None]
-) -> list[dict[str, Any]]:
-    """One row for each of `runs`, which take turns; a different one begins each round."""
-    workloads, rows = [], []
-    for run, model in zip(runs, models, strict=True):
-        with _memory_for(run, case):
-            workloads.append(Workload(model, *case))
-            rows.append({**case._asdict(), **_warm_up(workloads[-1], run, settings)})
-    prefills: list[list[float]] = [[] for _ in rows]
-    steps: list[list[float]] = [[] for _ in rows]
-    for turn in range(settings.rounds):
-        for index in range(len(rows))[:: -1 if turn % 2 else 1]:
-            work, device = workloads[index], workloads[index].ids.device
-            with _memory_for(runs[index], case):
-                prefills[index] += timed(device, work.prefill, work.to_start, 1)
-                timed(device, work.step, work.to_last, 1)  # the first step after other work is slower
-                taken = timed(device, work.step, work.to_last, settings.steps)
-            steps[index].append(sum(taken) / len(taken))
+def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, done: Callable[[int], None]) -> dict[str, Any]:
+    """One row of a model."""
+    what = f"{run.source.name} at {case} in {run.dtype}"
+    with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
+        work = Workload(model, *case)
+        device = work.ids.device
+        row = case._asdict() | _warm_up(work, run, settings)
+        prefills, steps = list[float](), list[float]()
+        for _ in range(settings.rounds):
+            prefills += timed(device, work.prefill, work.to_start, 1)
+            timed(device, work.step, work.to_last, 1)  # the first step after other work is slower
+            steps.append(sum(timed(device, work.step, work.to_last, settings.steps)) / settings.steps)
             done(1)
-    for row, prefill, step in zip(rows, prefills, steps, strict=True):
-        row |= {"prefill_seconds": spread(prefill), "step_seconds": spread(step)}
-    return rows
+    return row | {"prefill_seconds": spread(prefills), "step_seconds": spread(steps)}
 
 
 def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str, Any]:
     """Everything but times: the backend, the memory, the chunks of the prefill."""
     device, name = work.ids.device, run.source.name
-    work.fill()
-    work.check_cache(name, run.spec, run.dtype)
+    work.to_start()
+    work.prefill()
     with kernels.watched() as served:
         work.check_logits(name, run.dtype)
     backend, reason = next(iter(served.items()), (None, None))
@@ -206,22 +234,15 @@ def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str
 
 
 def _peak(work: Workload) -> int | None:
-    """The peak bytes of tensors during a prefill and a step, with this model's weights and cache but no other model's."""
+    """The peak bytes of tensors during a prefill and a step."""
     device = work.ids.device
     if device.type != "cuda":
         return None
     work.to_start()
     torch.cuda.synchronize(device)
-    idle = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     work.prefill()
     work.to_last()
     work.step()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - idle
-    return weight_bytes(work.model) + work.cache_bytes + activations
-
-
-def _memory_for(run: ModelRun, case: Case) -> AbstractContextManager[None]:
-    what = f"{run.source.name} at {case} in {run.dtype}"
-    return memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic")
+    return int(torch.cuda.max_memory_allocated(device))

@@ -6,9 +6,7 @@ cache without spare room: stock attention reads all of a static cache, masked to
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +14,10 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec
 from attention.versions import CACHE
-from eval.machine.device import input_device, out_of_memory
+from eval.machine.device import input_device
 
-_LEAST_CHUNK = 128
+_AT_ONCE = 2**16  # tokens of a prefill pass: one of more takes more memory, and is no faster
 
 
 class Workload:
@@ -30,7 +27,7 @@ class Workload:
         model: A causal LM of transformers, absorbed or not.
         ids: `[batch, context]`.
         cache: A `StaticCache` of `context` tokens.
-        chunk: Tokens per prefill pass; `fill` lowers it if memory is short.
+        chunk: Tokens of each sequence per prefill pass.
         decode: Runs a step: `model`, or `model` compiled.
     """
 
@@ -46,7 +43,7 @@ class Workload:
         self.model = self.decode = model
         self.ids = torch.randint(vocabulary, (batch, context), generator=generator, device=device)
         self.cache = StaticCache(config=model.config, max_cache_len=context)
-        self.chunk = context
+        self.chunk = min(context, max(1, _AT_ONCE // batch))
         if other := {type(layer).__name__ for layer in self.cache.layers if not isinstance(layer, StaticLayer)}:
             raise Failure(
                 f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
@@ -79,20 +76,6 @@ class Workload:
         logits: torch.Tensor = self.decode(self.ids[:, -1:], use_cache=True, **{CACHE: self.cache}).logits
         return logits
 
-    def fill(self) -> None:
-        """`to_start` and `prefill`, in halves, quarters, … of the context if memory does not suffice for all of it at once.
-
-        Raises:
-            torch.OutOfMemoryError: It does not suffice for pieces of 128 tokens either, or of up to 255 if those are halves.
-        """
-
-        def whole() -> None:
-            self.to_start()
-            self.prefill()
-
-        while not fits(whole, final=self.chunk < 2 * _LEAST_CHUNK):
-            self.chunk = (self.chunk + 1) // 2
-
     def compile(self, backend: str) -> None:
         """Make `step` run through torch.compile. Everything that this process compiled before is discarded."""
         torch.compiler.reset()
@@ -104,20 +87,6 @@ class Workload:
     def cache_bytes(self) -> int:
         """Bytes of the live cache; a step reads all of it."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-
-    def check_cache(self, name: str, spec: AttentionSpec, dtype: str) -> None:
-        """Check that the live cache has the size that `spec` predicts.
-
-        Raises:
-            Failure: It has another size.
-        """
-        batch, context = self.ids.shape
-        predicted = batch * spec.cache_bytes(dtype, context, static=True)
-        if self.cache_bytes != predicted:
-            raise Failure(
-                f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
-                hint="this class caches something that kvfold does not know; please report the model type",
-            )
 
     def check_logits(self, name: str, dtype: str) -> None:
         """Run a step over the full cache, compiled if `compile` was called, and check that its logits are finite.
@@ -141,17 +110,3 @@ class Workload:
 def weight_bytes(model: Any) -> int:
     """Bytes of all parameters; tied ones count once."""
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def fits(work: Callable[[], Any], final: bool = False) -> bool:
-    """Run `work`; false if memory did not suffice, after freeing torch's cache. With `final`, raise the error instead."""
-    try:
-        work()
-    except RuntimeError as error:
-        if final or not out_of_memory(error):
-            raise
-    else:
-        return True
-    gc.collect()
-    torch.cuda.empty_cache()  # nothing without a GPU
-    return False

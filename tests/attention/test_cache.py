@@ -11,8 +11,7 @@ from attention.cache import EncodedLayer
 from attention.encoding import decode, encode
 from attention.formats import FORMATS
 
-LOSSY = ["fp8", "int8", "int4", "int3", "int2"]
-CASES = [(form, latent) for form in LOSSY for latent in (False, True)] + [("mixed", True)]
+CASES = [("fp8", False), ("int4", False), ("int3", True), ("mixed", True)]
 
 
 @pytest.mark.parametrize("form", ["int4", "int3", "int2"])
@@ -26,39 +25,29 @@ def test_each_token_is_read_as_it_is_encoded_by_itself(form: str) -> None:
             assert torch.equal(part + 0, decode(encode(values, FORMATS[form], 32), FORMATS[form], 32, torch.float32))
 
 
-def held(layer: EncodedLayer) -> int:
-    """Bytes of the memory behind all tensors of a layer."""
-    return sum(tensor.untyped_storage().nbytes() for part in layer.parts for tensor in part._held)
-
-
 @pytest.mark.parametrize(("form", "latent"), CASES)
 def test_memory_is_within_a_twentieth_of_what_is_stored(form: str, latent: bool) -> None:
     layer = EncodedLayer(FORMATS[form], latent)
-    for new in torch.zeros(2, 1, 1, 6016, 16).split(32, 3):
+    for new in torch.zeros(2, 1, 1, 6016, 16).split([6000, 13, 1, 1, 1], 3):
         layer.update(*new)
-    for _ in range(3):
-        layer.update(*torch.zeros(2, 1, 1, 1, 16))
-    assert layer.nbytes <= held(layer) <= 1.05 * layer.nbytes
-
-
-def places(layer: EncodedLayer) -> list[int]:
-    return [tensor.data_ptr() for part in layer.parts for tensor in part._held]
+    held = sum(tensor.untyped_storage().nbytes() for part in layer.parts for tensor in part._held)
+    assert layer.nbytes <= held <= 1.05 * layer.nbytes
 
 
 @pytest.mark.parametrize(("form", "latent"), CASES)
 @torch.no_grad()
 def test_a_step_copies_nothing_but_its_token(form: str, latent: bool) -> None:
     layer, token = EncodedLayer(FORMATS[form], latent), torch.zeros(2, 1, 2, 1, 16)
-    for _ in range(40):
-        layer.update(*token)
-    before = places(layer)
-    for _ in range(150):
-        layer.update(*token)
-    assert places(layer) == before
+    places = []
+    for count in (40, 150):
+        for _ in range(count):
+            layer.update(*token)
+        places.append([tensor.data_ptr() for part in layer.parts for tensor in part._held])
+    assert places[0] == places[1]
     assert layer.get_seq_length() == 190
 
 
-@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_tensors_that_must_not_be_changed_are_replaced(form: str) -> None:
     """Those of inference mode outside of it, and those that gradients flow through."""
     given = torch.randn(2, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))

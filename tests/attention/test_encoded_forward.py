@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from dataclasses import replace
@@ -15,12 +14,12 @@ from tiny_mla import logits, mla_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention import absorb, absorbed, pack, restore
+from attention import absorb, pack, restore
 from attention.cache import EncodedLayer
-from attention.encoded_forward import store_encoded
+from attention.encoded_forward import read_rounded, rounding_cache, store_encoded
+from attention.encoding import rounded
 from attention.errors import Refusal
-from attention.formats import FORMATS
-from attention.rounded import rounding_cache
+from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 
 LOSSY = ["fp8", "int8", "q8_0", "q4_0", "int4", "int3", "int2"]
@@ -63,24 +62,24 @@ def test_a_format_that_loses_nothing_changes_nothing(kind: str) -> None:
 def test_a_query_reads_the_same_however_the_text_is_cut(kind: str, form: str) -> None:
     plain, model, ids = MODELS[kind](), store_encoded(MODELS[kind](), form), tokens(2, LONG)
     whole = logits(model, ids, chunks=[LONG])
-    for chunks in ([], [1, 30, 2, 33], [40, 32], [32, 32]):
+    for chunks in ([1, 30, 2, 33], [60]):
         torch.testing.assert_close(logits(model, ids, chunks=chunks), whole, rtol=0, atol=1e-9)
     assert 1e-6 < (whole - logits(plain, ids, chunks=[LONG])).abs().mean() < 3
 
 
 @pytest.mark.parametrize(("form", "kind"), KINDS)
-@pytest.mark.parametrize("length", [1, LONG])
-def test_the_cache_holds_the_bytes_that_are_predicted(kind: str, length: int, form: str) -> None:
+def test_the_cache_holds_the_bytes_that_are_predicted(kind: str, form: str) -> None:
     model = store_encoded(MODELS[kind](torch.float32), form)
-    held = sum(layer.nbytes for layer in filled(model, tokens(1, length)).layers)
-    assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length)
+    for length in (1, LONG):
+        held = sum(layer.nbytes for layer in filled(model, tokens(1, length)).layers)
+        assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length)
 
 
-@pytest.mark.parametrize(("form", "kind"), LOSSY_KINDS)
+@pytest.mark.parametrize(("form", "kind"), [("int4", "heads"), ("q8_0", "heads"), ("fp8", "latent"), ("mixed", "latent")])
 def test_generation_follows_what_teacher_forcing_predicts(kind: str, form: str) -> None:
     model, prompt = store_encoded(MODELS[kind](), form), tokens(2, 40)
     seen = torch.ones_like(prompt)
-    made = model.generate(prompt, attention_mask=seen, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    made = model.generate(prompt, attention_mask=seen, max_new_tokens=12, min_new_tokens=12, do_sample=False)
     with torch.no_grad():
         predicted = model(made).logits[:, 39:-1].argmax(-1)
     assert torch.equal(predicted, made[:, 40:])
@@ -88,28 +87,23 @@ def test_generation_follows_what_teacher_forcing_predicts(kind: str, form: str) 
     assert beams.shape[1] <= 48
 
 
-@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("form", ["fp8", "q4_0", "int3"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_sequence_reads_the_same_beside_others(kind: str, form: str) -> None:
+def test_a_sequence_reads_the_same_beside_others_and_behind_padding(kind: str, form: str) -> None:
     model, ids = store_encoded(MODELS[kind](), form), tokens(3, LONG)
-    alone = [logits(model, ids[i : i + 1], chunks=[LONG]) for i in range(3)]
-    torch.testing.assert_close(logits(model, ids, chunks=[LONG]), torch.cat(alone), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("form", LOSSY)
-def test_left_padding_changes_nothing(form: str) -> None:
-    model, ids = store_encoded(grouped_model(), form), tokens(1, LONG)
-    padded = torch.cat([torch.full((1, 7), 5), ids], 1)
-    mask = torch.cat([torch.zeros(1, 7), torch.ones(1, LONG)], 1).long()
+    alone = torch.cat([logits(model, ids[i : i + 1], chunks=[LONG]) for i in range(3)])
+    torch.testing.assert_close(logits(model, ids, chunks=[LONG]), alone, rtol=0, atol=1e-9)
+    padded = torch.cat([torch.full((3, 7), 5), ids], 1)
+    mask = torch.cat([torch.zeros(3, 7), torch.ones(3, LONG)], 1).long()
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         found = model(padded, attention_mask=mask, position_ids=places).logits[:, 7:]
-        torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "qwen3", "gpt_neox", "phi", "falcon"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "falcon"])
 def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
-    windows = {"sliding_window": 20} if model_type in ("mistral", "gemma2") else {}
+    windows = {"sliding_window": 20} if model_type == "gemma2" else {}
     model, ids = tiny_model(tiny_config(model_type, **windows)).double(), tokens(2, LONG)
     expected = logits(model, ids, chunks=[LONG])
     store_encoded(model, "float64")
@@ -150,8 +144,9 @@ def in_steps(model: Any, ids: torch.Tensor, lengths: list[int], form: str) -> to
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("form", ["float64", "int8", "q8_0", "int4"])
-@pytest.mark.parametrize("model_type", WINDOWED)
+@pytest.mark.parametrize(
+    ("model_type", "form"), [*((name, "int4") for name in WINDOWED), ("mistral", "float64"), ("mistral", "q8_0")]
+)
 def test_a_layer_with_a_window_holds_no_more_and_reads_the_same(model_type: str, form: str) -> None:
     """As the whole text reads rounded values, with the class's own mask."""
     model, ids = windowed_model(model_type), tokens(2, LONG)
@@ -160,7 +155,7 @@ def test_a_layer_with_a_window_holds_no_more_and_reads_the_same(model_type: str,
     with torch.no_grad():
         expected = model(ids, past_key_values=rounding_cache(FORMATS[form], spec), use_cache=True).logits
     store_encoded(model, form)
-    for lengths in ([LONG], [1] * LONG, [18, 1, 1, 25, 30], [50, *[1] * 25]):
+    for lengths in ([LONG], [18, 1, 1, 25, 30], [50, *[1] * 25]):
         torch.testing.assert_close(in_steps(model, ids, lengths, form), expected, rtol=0, atol=close)
     assert spec.cache_bytes(form, LONG) < replace(spec, windows=None).cache_bytes(form, LONG)
 
@@ -215,7 +210,6 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
     assert torch.equal(plain, model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft))
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
@@ -223,18 +217,18 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
         ("llama", {"max_position_embeddings": 50, "rope_parameters": DYNAMIC}),
     ],
 )
-def test_rope_that_depends_on_the_length_has_one_table_for_a_prompt(model_type: str, fields: dict[str, Any], form: str) -> None:
+def test_rope_that_depends_on_the_length_has_one_table_for_a_prompt(model_type: str, fields: dict[str, Any]) -> None:
     """A prompt beyond the length from which on its frequencies change is read as a whole text that is rounded."""
     model, ids = tiny_model(tiny_config(model_type, num_key_value_heads=2, **fields)).double(), tokens(2, LONG)
-    rounding = rounding_cache(FORMATS[form], AttentionSpec.from_config(model.config))
+    rounding = rounding_cache(FORMATS["int4"], AttentionSpec.from_config(model.config))
     with torch.no_grad():
         short = model(ids[:, :50]).logits
         expected, plain = model(ids, past_key_values=rounding, use_cache=True).logits, model(ids).logits
         assert not torch.allclose(plain[:, :50], short, atol=1e-3), "the table is not that of a short prompt"
-        torch.testing.assert_close(store_encoded(model, form)(ids).logits, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(store_encoded(model, "int4")(ids).logits, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int4"])
 def test_absorbed_and_packed_models_decode_from_it(form: str) -> None:
     for plain, prepared in ((latent_model(), absorb(latent_model())), (grouped_model(), pack(grouped_model()))):
         found = logits(store_encoded(prepared, form), tokens(2, LONG), chunks=[40])
@@ -332,15 +326,6 @@ def test_an_empty_cache_of_the_caller_is_the_one_that_is_filled() -> None:
     assert all(isinstance(layer, EncodedLayer) for layer in cache.layers)
 
 
-def test_absorption_that_ends_or_is_refused_leaves_the_format() -> None:
-    ids = tokens(1, LONG)
-    for model in (latent_model(), pack(grouped_model())):
-        expected = logits(store_encoded(model, "int2"), ids, chunks=[LONG])
-        with contextlib.suppress(Refusal), absorbed(model):
-            torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
-        torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
-
-
 def test_a_cache_is_kept_when_its_format_goes() -> None:
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
     with torch.no_grad():
@@ -351,8 +336,7 @@ def test_a_cache_is_kept_when_its_format_goes() -> None:
     assert cache.get_seq_length() == LONG
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_models_that_keep_something_else_are_refused(form: str) -> None:
+def test_models_that_keep_something_else_are_refused() -> None:
     from transformers import AutoModelForCausalLM, OpenAIGPTConfig, RecurrentGemmaConfig
 
     small = {"vocab_size": 99, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -361,8 +345,8 @@ def test_models_that_keep_something_else_are_refused(form: str) -> None:
         tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]),
         RecurrentGemmaConfig(**small, intermediate_size=32, lru_width=32, num_key_value_heads=1),
     ):
-        with pytest.raises(Refusal, match=f"{form}|does not keep its keys and values in the cache that it is given"):  # noqa: PT012
-            model = store_encoded(AutoModelForCausalLM.from_config(config).eval(), form)
+        with pytest.raises(Refusal, match=r"int4|does not keep its keys and values in the cache that it is given"):  # noqa: PT012
+            model = store_encoded(AutoModelForCausalLM.from_config(config).eval(), "int4")
             model(tokens(1, 5))
 
 
@@ -384,3 +368,59 @@ def test_a_cache_may_be_trained_through() -> None:
     first = model(ids, use_cache=True)
     (first.logits.sum() + model(ids[:, :1], past_key_values=first.past_key_values).logits.sum()).backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.isfinite().all()
+
+
+# A cache that only rounds.
+
+
+def through(model: Any, ids: torch.Tensor, form: str) -> torch.Tensor:
+    cache = rounding_cache(format_named(form), AttentionSpec.from_config(model.config))
+    found: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+    return found
+
+
+@pytest.mark.parametrize(("kind", "form"), [("heads", "int4"), ("heads", "fp8"), ("latent", "int2"), ("latent", "mixed")])
+def test_a_text_is_read_as_from_an_encoded_cache(kind: str, form: str) -> None:
+    model, ids = MODELS[kind](), tokens(2, 40)
+    with torch.no_grad():
+        found, plain = through(model, ids, form), model(ids).logits
+        expected = store_encoded(model, form)(ids).logits
+    assert torch.equal(found, expected)
+    assert not torch.allclose(found, plain, atol=1e-4)
+
+
+def test_kivi_rounds_keys_along_time_in_full_groups() -> None:
+    """Known answer: each channel of 32 consecutive tokens shares a scale, and values those of one token, as in int4."""
+    form, states = FORMATS["int4"], torch.randn(2, 75, 64, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([rounded(group.mT, form, "values").mT for group in states[:, :64].split(32, 1)] + [states[:, 64:]], 1)
+    assert torch.equal(rounded(states, KIVI["kivi4"], "keys"), expected)
+    assert torch.equal(rounded(states, KIVI["kivi4"], "values"), rounded(states, form, "values"))
+
+
+def test_a_model_reads_whole_texts_rounded() -> None:
+    model, ids = grouped_model(), tokens(2, 40)
+    with torch.no_grad():
+        expected = through(model, ids, "kivi2")
+        assert not torch.allclose(model(ids).logits, expected, atol=1e-3)
+        read_rounded(model, "kivi2")
+        output = model(input_ids=ids, use_cache=False)
+    assert torch.equal(output.logits, expected)
+    assert output.past_key_values is None
+    for given in ({"attention_mask": torch.tensor([[0] + [1] * 39, [1] * 40])}, {"past_key_values": DynamicCache()}):
+        with pytest.raises(Refusal, match="kivi2 rounds whole texts: it takes no cache and no padding"):
+            model(ids, **given)
+
+
+@pytest.mark.parametrize("make", [grouped_model, latent_model])
+def test_gradients_pass_as_if_nothing_were_rounded(make: Any) -> None:
+    """In float64 the rounding of int8 is small, and so is what it does to gradients; none of them is cut."""
+    model, ids = make(), tokens(2, 40)
+    gradients = []
+    for found in (model(ids).logits, through(model, ids, "int8")):
+        model.zero_grad()
+        found.log_softmax(-1)[..., 5].sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    plain, through_rounding = gradients
+    assert plain.keys() == through_rounding.keys()
+    for name, expected in plain.items():
+        assert float((through_rounding[name] - expected).norm()) < 0.05 * float(expected.norm()) + 1e-9, name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def back(values: torch.Tensor, form: Format, group: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", OFFSET, ids=named)
-@pytest.mark.parametrize(("size", "group"), [(64, 32), (64, 64), (80, 32), (8, 32), (160, 64)])
+@pytest.mark.parametrize(("size", "group"), [(64, 32), (80, 32), (160, 64)])
 def test_integers_err_by_half_a_scale_and_their_own_rounding(form: Format, size: int, group: int) -> None:
     values = draw(2, 3, 50, size)
     read = back(values, form, group)
@@ -71,7 +73,7 @@ def test_classes_err_by_half_a_step_within_their_reach(form: Format) -> None:
     assert read.unique().numel() <= 2**form.bits * 300
 
 
-@pytest.mark.parametrize("size", [8, 24, 32, 64, 120, 159, 160])
+@pytest.mark.parametrize("size", [8, 24, 159])
 def test_a_latent_is_cut_into_classes_of_whole_bytes(size: int) -> None:
     cut = MIXED.cut(size)
     assert [form.bits for form, _ in cut] == [5, 3, 2]
@@ -114,7 +116,7 @@ def test_known_answers_of_blocks_without_an_offset(sign: int) -> None:
     assert decode(stored, FORMATS["q8_0"], 32, torch.float32)[0, :4].tolist() == expected
 
 
-@pytest.mark.parametrize(("dims", "size"), [(64, 64), (192, 64), (128, 128), (32, 1)])
+@pytest.mark.parametrize(("dims", "size"), [(192, 64), (128, 128), (32, 1)])
 def test_a_rotation_is_a_hadamard_matrix_and_its_own_inverse(dims: int, size: int) -> None:
     values, matrix = draw(2, 3, 5, dims), torch.ones(1, 1)
     while len(matrix) < size:
@@ -137,23 +139,18 @@ def test_all_codes_are_used_and_survive_packing(form: Format) -> None:
 
 
 @pytest.mark.parametrize("form", EVERY, ids=named)
-@pytest.mark.parametrize("size", [8, 64, 80, 160])
-def test_bytes_are_those_of_the_format(form: Format, size: int) -> None:
+def test_bytes_are_those_of_the_format_and_values_in_the_dtype_asked_for(form: Format) -> None:
     parts: tuple[Part, ...] = "values", "latent", "rope"
-    for part in parts:
-        stored = encode(draw(2, 3, 5, size), form, form.grouping(part, size).values)
-        assert stored.nbytes == 2 * 3 * 5 * form.row_bytes(size, part)
-    assert encode(draw(2, 3, 5, size), MIXED, size).nbytes == 2 * 3 * 5 * MIXED.row_bytes(size, "latent")
-
-
-@pytest.mark.parametrize("form", EVERY, ids=named)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_come_back_in_the_dtype_asked_for(form: Format, dtype: torch.dtype) -> None:
-    values = draw(1, 2, 3, 16).to(dtype)
-    read = back(values, form)
-    assert read.dtype == dtype
-    assert read.shape == values.shape
-    assert (read - values).abs().max() < 4
+    for size, part in product((8, 80, 160), parts):
+        group = form.grouping(part, size).values
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            values = draw(2, 3, 5, size).to(dtype)
+            stored = encode(values, form, group)
+            assert stored.nbytes == 2 * 3 * 5 * form.row_bytes(size, part)
+            read = decode(stored, form, group, dtype)
+            assert (read.dtype, read.shape) == (dtype, values.shape)
+            assert (read - values).abs().max() < 4
+        assert encode(draw(2, 3, 5, size), MIXED, size).nbytes == 2 * 3 * 5 * MIXED.row_bytes(size, "latent")
 
 
 @pytest.mark.parametrize("form", EVERY, ids=named)
@@ -172,16 +169,7 @@ def test_what_is_not_finite_stays_so(form: Format, value: float) -> None:
     read = back(values, form)
     assert not read[1, 3].isfinite()
     assert read[[0, 2, 3]].isfinite().all()
-    assert read[1, 32:].isfinite().all()  # the other group of the same token
-
-
-@pytest.mark.parametrize("form", INTEGERS, ids=named)
-def test_one_huge_channel_spoils_its_group_alone(form: Format) -> None:
-    values = draw(4, 64)
-    values[:, 3] = 3000.0
-    read = back(values, form)
-    assert torch.equal(read[:, 32:], back(values[:, 32:], form))
-    assert (read[:, 3] - 3000).abs().max() < 3
+    assert torch.equal(read[1, 32:], back(values[1:2, 32:], form)[0])  # the other group of the same token
 
 
 def test_fp8_saturates_as_engines_do() -> None:

@@ -76,13 +76,10 @@ def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
 
 def test_blocks_that_llama_cpp_does_not_store_are_refused() -> None:
     """It takes heads, and latents and RoPE keys in one row, whose sizes are multiples of 32."""
-    for size in (48, 80):
-        with pytest.raises(Refusal, match=f"a head of {size} values cannot be cached in q8_0: it must be a multiple of 32"):
-            AttentionSpec(2, 4, 2, size).bytes_per_token("q8_0")
-    with pytest.raises(Refusal, match="a latent of 48 values cannot be cached in q4_0"):
-        HEADS.latent(48, 16).bytes_per_token("q4_0")
-    with pytest.raises(Refusal, match="a RoPE key of 16 values cannot be cached in q4_0"):
-        HEADS.latent(96, 16).bytes_per_token("q4_0")
+    latents = (HEADS.latent(48, 16), "latent of 48"), (HEADS.latent(96, 16), "RoPE key of 16")
+    for spec, what in ((AttentionSpec(2, 4, 2, 80), "head of 80"), *latents):
+        with pytest.raises(Refusal, match=f"a {what} values cannot be cached in q8_0: it must be a multiple of 32"):
+            spec.bytes_per_token("q8_0")
 
 
 @pytest.mark.parametrize(

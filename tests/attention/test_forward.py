@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from records import factored, factored_behind_norms, inputs, loss, random, record, run
+from records import factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
 from attention.forward import (
@@ -19,7 +19,7 @@ from attention.forward import (
     output_error,
 )
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, HeadProjections, Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 
@@ -93,13 +93,13 @@ ROUNDED: dict[str, Record] = {
 @pytest.mark.parametrize("case", [*RECORDS, *ROUNDED])
 def test_outputs_are_the_references(case: str) -> None:
     a = (RECORDS | ROUNDED)[case]
-    for x in (inputs(20), inputs(20, tokens=7), inputs(20, tokens=1, blocks=3)):
+    for x in (inputs(20), inputs(20, tokens=1, blocks=3)):
         found = attention_output(a, x)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 23])
+@pytest.mark.parametrize("window", [1, 4, 5, 23])
 @pytest.mark.parametrize("softcap", [None, 0.4])
 def test_windows_are_seen_in_every_span(window: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
@@ -188,36 +188,8 @@ def test_heads_have_the_references_logits_and_weights(case: str) -> None:
         )
 
 
-@pytest.mark.parametrize("case", RECORDS)
-def test_what_is_kept_makes_the_logits(case: str) -> None:
-    """Queries as they are projected and what is kept: all that a fit of queries has to know."""
-    a, x = RECORDS[case], inputs(20)[0]
-    if isinstance(a, Attention) and a.q_norm:
-        return
-    heads = heads_of(a, x)
-    q, bias = (a.q_nope, a.q_nope_bias) if isinstance(a, FactoredAttention) else (a.q, a.q_bias)
-    for head in range(len(q)):
-        read = a.projections(x[None])[0][0, head] if a.projections else x
-        plain = read @ q[head].float().T + (0 if bias is None else bias[head].float())
-        torch.testing.assert_close(heads.plain[head], plain, rtol=1e-5, atol=1e-5)
-        nope, rope = heads.kept(head)
-        if isinstance(a, FactoredAttention):
-            latent = (a.projections(x[None])[1][0] if a.projections else x) @ a.down.T
-            latent = latent / latent.norm(dim=1, keepdim=True) if a.normalised else latent
-            latent = latent if a.gain is None else latent * a.gain
-            assert heads.lift is not None
-            torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
-            logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T
-        else:
-            dims = a.rotary.dims if a.rotary else 0
-            logits = plain[:, dims:] @ nope.T + heads.rotation(plain[:, :dims]) @ rope.T
-        biases = 0 if heads.slopes is None else heads.slopes[head] * torch.arange(len(x))
-        torch.testing.assert_close(heads.logits(head), a.scale * logits + biases, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("span", [4, 256])
-def test_attention_is_summed_by_token(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.forward._SPAN", span)
+def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.forward._SPAN", 4)
     a, x = record(2, 3), inputs(20, tokens=9)[0]
     found = attention_received(a, x)
     expected = sum(
@@ -231,9 +203,8 @@ def test_attention_is_summed_by_token(span: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])
-@pytest.mark.parametrize("span", [4, 256])
-def test_attention_is_averaged_by_distance(case: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.forward._SPAN", span)
+def test_attention_is_averaged_by_distance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.forward._SPAN", 4)
     a, x = RECORDS[case], inputs(20, tokens=9, blocks=3)
     assert isinstance(a, Attention)
     near = attention_by_distance(a, x)
@@ -256,14 +227,6 @@ def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
     silent = dataclasses.replace(a, o=torch.zeros_like(a.o))
     assert output_error(silent, silent, inputs(20)) == 0
     assert output_error(silent, a, inputs(20)) > 1e6
-
-
-def test_a_head_that_looks_at_itself_alone_looks_no_farther() -> None:
-    width = 8
-    a = record(1, 1, pairs=0, nope=width, width=width, biased=False)
-    a = dataclasses.replace(a, q=100 * torch.eye(width)[None], k=torch.eye(width)[None])
-    x = torch.nn.functional.one_hot(torch.arange(width)).float()[None] * (1 + random(1, 1, 1).abs())
-    torch.testing.assert_close(attention_by_distance(a, x)[0], torch.eye(width)[0].double(), rtol=0, atol=1e-6)
 
 
 def test_no_class_has_both_slopes_and_a_cap() -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,12 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 from triton import OutOfResources
 
 import attention.kernels
-from attention import absorb, absorbed
+from attention import absorb
 from attention.errors import Refusal
+from attention.formats import FORMATS
 from attention.kernels import LATENT, decode, decode_grouped, split_kv, torch_decode, triton_decode
 from attention.kernels.operators import gqa_decode, mla_decode
-from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose, machine
+from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose
 
 pytestmark = [
     pytest.mark.kernels,
@@ -59,23 +59,22 @@ pytestmark = [
 ]
 
 
-inputs = latents
 of_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rank", rows([16, 48, 64, 112, 320, 448, 512, 576, 704], [16, 48, 112, 320, 576]))
+@pytest.mark.parametrize("rank", rows([16, 48, 64, 112, 320, 448, 512, 576, 704], [16, 112, 320]))
 def test_every_rank_is_cut_into_powers_of_two(rank: int, dtype: torch.dtype) -> None:
-    q, r, c, k = inputs(1, 3, 70, rank, 16, dtype)
+    q, r, c, k = latents(1, 3, 70, rank, 16, dtype)
     assert agree(mla_decode(q, r, c, k, None, SCALE), spelled_out(q, r, c, k))
 
 
 @pytest.mark.parametrize(
     ("heads", "rope"),
-    rows([(1, 64), (3, 8), (8, 24), (16, 16), (32, 32), (64, 8), (96, 16)], [(1, 64), (3, 8), (8, 24), (32, 32)]),
+    rows([(1, 64), (3, 8), (8, 24), (16, 16), (32, 32), (64, 8), (96, 16)], [(1, 64), (8, 24), (32, 32)]),
 )
 def test_every_number_of_heads_and_rotary_dims(heads: int, rope: int) -> None:
-    q, r, c, k = inputs(2, heads, 37, 48, rope)
+    q, r, c, k = latents(2, heads, 37, 48, rope)
     mask = ragged(2, 37, seed=heads)
     assert agree(mla_decode(q, r, c, k, mask, SCALE), spelled_out(q, r, c, k, mask=mask))
 
@@ -102,11 +101,11 @@ def test_ragged_batches_with_holes(kind: Kind, mask_of: str, dtype: torch.dtype)
     assert agree(kind.decode(*call, mask, SCALE, "triton"), expected)
 
 
-@pytest.mark.parametrize(("batch", "cached"), [(1, 9000), (9, 40), (11, 300)])
+@pytest.mark.parametrize(("batch", "cached"), [(1, 4500), (11, 300)])
 @pytest.mark.usefixtures("poison")
 def test_partials_are_merged_in_rounds(batch: int, cached: int) -> None:
     """Of few requests by columns, of many by rows; more of them than a round takes."""
-    q, r, c, k = inputs(batch, 2, cached, 80, 8)
+    q, r, c, k = latents(batch, 2, cached, 80, 8)
     mask = ragged(batch, cached, seed=batch)
     mask[0] = True
     sizes = replace(SMALL, block_n=64 if batch == 1 else 16, programs=150)
@@ -115,7 +114,7 @@ def test_partials_are_merged_in_rounds(batch: int, cached: int) -> None:
 
 @of_kinds
 @given(data=st.data())
-@settings(max_examples=7, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 def test_any_deal_of_tiles_gives_the_same(kind: Kind, data: st.DataObject) -> None:
     """Fewer programs than requests, more than tiles, tiles of every length, requests that see nothing anywhere."""
     batch, cached = data.draw(st.sampled_from([1, 2, 3, 5, 11])), data.draw(st.integers(1, 70))
@@ -124,7 +123,7 @@ def test_any_deal_of_tiles_gives_the_same(kind: Kind, data: st.DataObject) -> No
     if kind.groups is None:
         call = latents(batch, 2, cached, 16, 8)
     else:
-        groups = data.draw(st.integers(1, 5))
+        groups = data.draw(st.integers(1, 3))
         call = grouped(batch, 2 * groups, groups, cached, 8, 16)
     mask = torch.zeros(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE)
     for b in range(batch):
@@ -135,36 +134,34 @@ def test_any_deal_of_tiles_gives_the_same(kind: Kind, data: st.DataObject) -> No
 
 
 @of_kinds
-@pytest.mark.parametrize("programs", rows([1, 7], [7]))
 @pytest.mark.usefixtures("poison")
-def test_a_request_that_sees_nothing_is_zero(kind: Kind, programs: int) -> None:
+def test_a_request_that_sees_nothing_is_zero(kind: Kind) -> None:
     call, mask = kind.call(4, 50), torch.ones(4, 1, 1, 50, dtype=torch.bool, device=DEVICE)
-    for blind in ([0], [1, 2], [3], [0, 1, 2, 3]):
+    for blind in ([0], [1, 2], [0, 1, 2, 3]):
         seeing = mask.clone()
         seeing[blind] = False
         for one in (seeing, added(seeing)):
-            found = kind.operator(*call, one, SCALE, Tiling(16, 16, 2, 4, programs, 1))
+            found = kind.operator(*call, one, SCALE, Tiling(16, 16, 2, 4, 7, 1))
             assert not found[blind].any()
             assert torch.equal(found.any(-1), seeing.any(-1).expand(-1, found.shape[1], -1))
             assert agree(found, spelled_out(*call, mask=one))
 
 
-@pytest.mark.parametrize("programs", rows([1, 4, 9], [4]))
 @pytest.mark.usefixtures("poison")
-def test_holes_may_be_wider_than_tiles_and_shares(programs: int) -> None:
-    q, r, c, k = inputs(2, 3, 120, 32, 16)
+def test_holes_may_be_wider_than_tiles_and_shares() -> None:
+    q, r, c, k = latents(2, 3, 120, 32, 16)
     mask = torch.zeros(2, 1, 1, 120, dtype=torch.bool, device=DEVICE)
     mask[0, ..., 3], mask[0, ..., 90:] = True, True
     mask[1, ..., :2], mask[1, ..., 70], mask[1, ..., 119] = True, True, True
     for one in (mask, added(mask)):
-        assert agree(mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1)), spelled_out(q, r, c, k, mask=one))
+        assert agree(mla_decode(q, r, c, k, one, SCALE, replace(SMALL, programs=4)), spelled_out(q, r, c, k, mask=one))
 
 
 @pytest.mark.usefixtures("poison")
 def test_tokens_outside_the_span_are_never_read() -> None:
     """Nor are values of other requests: what a static cache holds behind its tail may be anything. Within the span from the
     first token that is seen to the last, hidden tokens are multiplied by 0, so that they must be finite, as in torch."""
-    q, r, c, k = inputs(4, 3, 80, 48, 16)
+    q, r, c, k = latents(4, 3, 80, 48, 16)
     mask = ragged(4, 80, seed=3)
     expected = spelled_out(q, r, c, k, mask=mask)
     unseen = ~mask[:, 0, 0]
@@ -174,7 +171,7 @@ def test_tokens_outside_the_span_are_never_read() -> None:
 
 def test_a_latent_is_read_where_it_lies() -> None:
     """Views of a static cache `[B, 1, C, R]`, of a wider tensor, of one with tokens before requests; a broadcast mask."""
-    q, r, c, k = inputs(3, 4, 45, 48, 16)
+    q, r, c, k = latents(3, 4, 45, 48, 16)
     mask = ragged(3, 45, seed=1)
     expected = spelled_out(q, r, c, k, mask=mask)
     static = [torch.full((3, 1, 64, t.shape[2]), torch.nan, device=DEVICE) for t in (c, k)]
@@ -221,7 +218,7 @@ def test_heads_are_read_where_they_lie() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_large_scores_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
-    q, r, c, k = inputs(2, 3, 60, 32, 16, dtype)
+    q, r, c, k = latents(2, 3, 60, 32, 16, dtype)
     for far, near in ((0, 59), (59, 0), (30, 31)):
         loud = c.clone()
         loud[:, far], loud[:, near] = q[:, 0, 0] * 40, q[:, 0, 0] * 50
@@ -233,7 +230,7 @@ def test_large_scores_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
 
 
 def test_the_least_finite_number_hides_as_it_does_in_torch() -> None:
-    q, r, c, k = inputs(2, 3, 50, 32, 16)
+    q, r, c, k = latents(2, 3, 50, 32, 16)
     mask = torch.zeros(2, 1, 1, 50, device=DEVICE)
     mask[0, ..., :20] = torch.finfo(torch.float32).min
     mask[1] = torch.finfo(torch.float32).min  # sees all alike, rather than nothing
@@ -268,20 +265,29 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """As on a GPU with less shared memory than was reckoned with; what is returned fills with what was to be built."""
-    asked: list[tuple[Any, ...]] = []
-
-    def build(*arguments: Any) -> None:
-        asked.append(arguments)
-        raise OutOfResources(295920, 232448, "shared memory")
-
+def as_on_a_fresh_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the kernels there."""
+    on_gpu(monkeypatch)
     monkeypatch.setattr(triton_decode, "_INTERPRETED", False)
-    monkeypatch.setattr(split_kv, "build", build)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    # With a cache of its own, so that later tests do not hear of these failures.
-    monkeypatch.setattr(triton_decode, "_failure", functools.cache(triton_decode._failure.__wrapped__))
-    return asked
+    # With a cache of its own, so that later tests do not hear of failures.
+    monkeypatch.setattr(triton_decode, "_mistake", functools.cache(triton_decode._mistake.__wrapped__))
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, *found: float | Exception) -> list[Shape]:
+    """Fresh trials find these, in turn; what is returned fills with what was tried."""
+    as_on_a_fresh_gpu(monkeypatch)
+    shapes, results = list[Shape](), iter(found)
+
+    def deviation(shape: Shape, device: str) -> float:
+        shapes.append(shape)
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(triton_decode, "deviation", deviation)
+    return shapes
 
 
 @of_kinds
@@ -295,23 +301,15 @@ def test_a_gpu_has_triton_and_a_cpu_torch(kind: Kind, served: list[str], monkeyp
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda q, k, v, m: (q, k, v[..., :8], m), "it takes heads whose values are a multiple of 16, not 8"),
-        (lambda q, k, v, m: (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, m), "do not lie next to those"),
-        (lambda q, k, v, m: (q, k.mT.contiguous().mT, v, m), r"do not lie side by side \(strides 1 and 20\)"),
+        (lambda q, k, v: (q, k, v[..., :8]), "it takes heads whose values are a multiple of 16, not 8"),
+        (lambda q, k, v: (q, k.transpose(0, 1).contiguous().transpose(0, 1), v), "do not lie next to those"),
+        (lambda q, k, v: (q, k.mT.contiguous().mT, v), r"do not lie side by side \(strides 1 and 20\)"),
     ],
     ids=["values", "sequences", "strides"],
 )
-def test_torch_steps_in_for_heads_with_one_warning(
-    change: Any, said: str, served: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = change(*grouped(3, 6, 2, 20, 16, 16), torch.ones(3, 1, 1, 20, dtype=torch.bool, device=DEVICE))
-    on_gpu(monkeypatch)
-    with pytest.warns(RuntimeWarning, match=f"decoding without the triton backend: .*{said}"):
-        decode_grouped(*call, SCALE)
-    decode_grouped(*call, SCALE)  # without a word
-    assert served == ["torch", "torch"]
+def test_triton_objects_to_heads(change: Any, said: str) -> None:
     with pytest.raises(Refusal, match=f"the triton backend cannot decode here: .*{said}"):
-        decode_grouped(*call, SCALE, "triton")
+        decode_grouped(*change(*grouped(3, 6, 2, 20, 16, 16)), None, SCALE, "triton")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +327,9 @@ def test_torch_steps_in_for_heads_with_one_warning(
         ("old", "compute capability 8.0"),
         ("huge", "shared memory"),
         ("no triton", "not installed"),
-        ("no kernel", "cannot build it here: OutOfResources: out of resource: shared memory, Required: 295920"),
+        ("no kernel", "it fails here: OutOfResources: out of resource: shared memory, Required: 295920"),
+        ("wrong", "on a trial it was 50 % away from what torch computes"),
+        ("no number", "on a trial it was nan % away from what torch computes"),
     ],
 )
 def test_torch_steps_in_with_one_warning_a_reason(
@@ -337,12 +337,14 @@ def test_torch_steps_in_with_one_warning_a_reason(
 ) -> None:
     on_gpu(monkeypatch, (7, 5) if change == "old" else (9, 0))
     rank, rope = {"rank": (24, 8), "no rope": (16, 0), "huge": (4096, 8)}.get(change, (16, 8))
-    q, r, c, k = inputs(2, 3, 20, rank, rope, torch.float64 if change == "fp64" else torch.float32)
+    q, r, c, k = latents(2, 3, 20, rank, rope, torch.float64 if change == "fp64" else torch.float32)
     mask = None
     if change == "places":
         mask, reason = torch.ones(2, 1, 1, 20, dtype=torch.bool, device="meta"), reason.format(q.device)
     if change == "no kernel":
-        fails_to_build(monkeypatch)
+        tried(monkeypatch, OutOfResources(295920, 232448, "shared memory"))
+    if change in ("wrong", "no number"):
+        tried(monkeypatch, 0.5 if change == "wrong" else torch.nan)
     if change == "mixed":
         q = q.half()
     if change == "strides":
@@ -373,47 +375,59 @@ def test_torch_steps_in_with_one_warning_a_reason(
 
 
 @of_kinds
-def test_a_kernel_is_built_once_before_it_is_first_launched(
-    kind: Kind, served: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_gpu(monkeypatch)
-    asked = fails_to_build(monkeypatch)
+def test_a_kernel_is_tried_once_before_it_first_serves(kind: Kind, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for captures of CUDA graphs, during which nothing can be compared; a full GPU says nothing of the kernel."""
+    shapes, capturing = tried(monkeypatch, RuntimeError("Triton Error [CUDA]: out of memory"), 0.0, 0.0), [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop() if capturing else False)
     calls = [(kind.call(batch, cached, torch.float16), batch, cached) for batch, cached in ((1, 5), (3, 9))]
-    with pytest.warns(RuntimeWarning, match="OutOfResources"):
+    kind.decode(*calls[0][0], None, SCALE)
+    assert (served, shapes) == (["triton"], [])
+    with pytest.raises(RuntimeError, match="out of memory"):
         kind.decode(*calls[0][0], None, SCALE)
     for call, batch, cached in calls:
         kind.decode(*call, None, SCALE)
         kind.decode(*call, torch.ones(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE), SCALE)
-    rope = 24 if kind.groups else 16
-    tiling = choose(3, 32, rope, 2, machine(torch.device(DEVICE)))
-    assert asked == [(Shape(3, 32, rope, kind.groups, torch.float16, mask), tiling) for mask in (None, torch.bool)]
-    monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
-    triton_decode._failure.cache_clear()
-    for _ in range(2):
-        kind.decode(*calls[0][0], None, SCALE)
-    assert len(asked) == 3
-    assert served == ["torch"] * 5 + ["triton"] * 2
+    expected = [Shape(3, 32, 24 if kind.groups else 16, kind.groups, torch.float16, mask) for mask in (None, None, torch.bool)]
+    assert (served, shapes) == (["triton"] * 5, expected)
 
 
-def test_a_full_gpu_is_no_reason_to_do_without_the_kernel(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch)
-    fails_to_build(monkeypatch)
-    failures = iter([RuntimeError("Triton Error [CUDA]: out of memory")])
-    monkeypatch.setattr(split_kv, "build", lambda *_: raise_next(failures))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
-    decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
-    assert served == ["triton"]
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float16]), ids=str)
+@pytest.mark.parametrize(
+    ("groups", "mask", "form"),
+    [(None, torch.bool, None), (2, torch.float32, None), (None, torch.bool, "int4"), (2, torch.bool, "fp8")],
+    ids=str,
+)
+def test_a_trial_finds_the_kernel_right(dtype: torch.dtype, groups: int | None, mask: torch.dtype, form: str | None) -> None:
+    before, shape = torch.get_rng_state(), Shape(3, 48, 24, groups, dtype, mask, FORMATS[form] if form else None)
+    assert 0 < triton_decode.deviation(shape, DEVICE) < triton_decode.tolerance(dtype)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def raise_next(failures: Iterator[Exception]) -> None:
-    for failure in failures:
-        raise failure
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_trial_finds_a_kernel_wrong(groups: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = split_kv.decode
+    monkeypatch.setattr(split_kv, "decode", lambda *arguments: kernel(*arguments).roll(1, 0))
+    assert triton_decode.deviation(Shape(3, 48, 24, groups, torch.float32, torch.bool), DEVICE) > 0.5
+
+
+@pytest.mark.skipif(not INTERPRETER, reason="as on a GPU")
+def test_a_trial_is_no_part_of_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return decode_grouped(q, k, v, mask, SCALE)
+
+    as_on_a_fresh_gpu(monkeypatch)
+    call = *grouped(3, 6, 2, 20, 16, 16), ragged(3, 20)
+    with torch.no_grad():
+        exported = torch.export.export(Step(), call, strict=True)
+        assert (exported.module()(*call) - Step()(*call)).abs().max() < 1e-6
+    assert [str(node.target) for node in exported.graph.nodes if node.op == "call_function"] == ["kvfold.gqa_decode.default"]
+    assert triton_decode._mistake.cache_info().currsize == 1
 
 
 def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = inputs(1, 2, 5, 16, 8)
-    decode(*call, None, SCALE, "torch")
+    call = latents(1, 2, 5, 16, 8)
     with attention.kernels.watched() as seen:
         decode(*call, None, SCALE, "triton")
         with attention.kernels.watched() as inner:
@@ -423,31 +437,20 @@ def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.Monkey
     with attention.kernels.watched() as seen, pytest.warns(RuntimeWarning, match="capability"):
         decode(*call, None, SCALE)
     decode(*call, None, SCALE, "torch")
-    assert served == ["torch", "triton", "torch", "torch", "torch"]
     warned = "decoding without the triton backend: it needs an NVIDIA GPU of compute capability 8.0 or later"
     assert seen == {"torch": warned}
 
 
-def test_gradients_are_no_reason_where_none_are_recorded(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch)
-    call = [t.requires_grad_() for t in inputs(1, 2, 5, 16, 8)]
-    with torch.no_grad():
-        decode(*call, None, SCALE)
-    assert served == ["triton"]
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
-def test_several_queries_are_torchs_whatever_was_asked_for(backend: Any, served: list[str]) -> None:
-    q, r, c, k = inputs(2, 3, 9, 16, 8)
+def test_several_queries_are_torchs_whatever_was_asked_for(served: list[str]) -> None:
+    q, r, c, k = latents(2, 3, 9, 16, 8)
     q, r = q.expand(-1, -1, 4, -1), r.expand(-1, -1, 4, -1)
     mask = torch.ones(4, 9, dtype=torch.bool, device=DEVICE).tril(5)[None, None]
-    expected = torch_decode.decode(q, r, c, k, mask, SCALE)
-    assert torch.equal(decode(q, r, c, k, mask, SCALE, backend), expected)
+    assert torch.equal(decode(q, r, c, k, mask, SCALE, "triton"), torch_decode.decode(q, r, c, k, mask, SCALE))
     assert served == ["torch"]
 
 
 def test_backends_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = inputs(1, 2, 5, 16, 8)
+    call = latents(1, 2, 5, 16, 8)
     with pytest.raises(Refusal, match="unknown backend 'cuda': it must be one of 'auto', 'triton', 'torch'"):
         decode(*call, None, SCALE, "cuda")  # type: ignore[arg-type]
     with pytest.raises(Refusal, match="unknown backend 'cuda'"):
@@ -458,7 +461,7 @@ def test_backends_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @of_kinds
-@pytest.mark.parametrize("length", [1, 19, 21])
+@pytest.mark.parametrize("length", [19, 21])
 def test_a_mask_is_for_the_whole_cache(length: int, kind: Kind) -> None:
     mask = torch.ones(2, 1, 1, length, dtype=torch.bool, device=DEVICE)
     for backend in ("auto", "triton", "torch"):
@@ -469,43 +472,21 @@ def test_a_mask_is_for_the_whole_cache(length: int, kind: Kind) -> None:
 # Whole models
 
 
-@pytest.mark.parametrize("static", rows([False, True], [True]))
-def test_a_model_generates_the_same_tokens(static: bool) -> None:
-    model = mla_model().to(DEVICE)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(3)
-            layer.self_attn.o_proj.weight.mul_(3)
-    padding = (torch.arange(12) >= torch.tensor([0, 5, 3])[:, None]).long().to(DEVICE)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "no_repeat_ngram_size": 2, "pad_token_id": 0}
-    if static:
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    found = []
-    for backend in ("torch", "triton"):
-        with absorbed(model, when="always", backend=backend):  # type: ignore[arg-type]
-            found.append(model.generate(tokens(3, 12).to(DEVICE), attention_mask=padding, **options))
-    assert len(found[0][:, 12:].unique()) > 5
-    assert torch.equal(*found)
-
-
 def test_a_model_is_as_exact_as_stock() -> None:
-    ids = tokens(2, 14).to(DEVICE)
-    expected = logits(mla_model(dtype=torch.float64).to(DEVICE), ids)
-    model = mla_model().to(DEVICE)
-    stock = error(logits(model, ids), expected)
-    assert error(logits(absorb(model, when="always", backend="triton"), ids), expected) < max(1e-5, 1.5 * stock)
-
-
-def test_absorbed_gives_the_backend_back() -> None:
-    model = absorb(mla_model(), backend="torch")
-    with absorbed(model, backend="triton"):
-        assert {layer.self_attn.backend for layer in model.model.layers} == {"triton"}
-    assert {layer.self_attn.backend for layer in model.model.layers} == {"torch"}
+    """Over a static cache, and with left padding."""
+    short = {"num_hidden_layers": 1}
+    ids, mask = tokens(2, 14).to(DEVICE), (torch.arange(14) >= torch.tensor([0, 5])[:, None]).long().to(DEVICE)
+    expected = logits(mla_model(dtype=torch.float64, **short).to(DEVICE), ids, mask)[mask.bool()]
+    model = mla_model(**short).to(DEVICE)
+    stock = error(logits(model, ids, mask)[mask.bool()], expected)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    found = logits(absorb(model, when="always", backend="triton"), ids, mask, cache=cache)[mask.bool()]
+    assert error(found, expected) < max(1e-5, 1.5 * stock)
 
 
 def test_a_decode_step_compiles_whole_around_the_kernel() -> None:
     torch._dynamo.reset()
-    model, ids = absorb(mla_model(), when="always", backend="triton").to(DEVICE), tokens(2, 9).to(DEVICE)
+    model, ids = absorb(mla_model(num_hidden_layers=1), when="always", backend="triton").to(DEVICE), tokens(2, 9).to(DEVICE)
     steps = []
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         cache = StaticCache(config=model.config, max_cache_len=16)
@@ -515,34 +496,21 @@ def test_a_decode_step_compiles_whole_around_the_kernel() -> None:
     assert error(steps[1], steps[0]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("no triton", "not installed"),
-        ("fp64", "float64"),
-        ("rank", "24"),
-        ("strides", "side by side"),
-        ("huge", "4096"),
-        ("no kernel", "OutOfResources"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [("no triton", "not installed"), ("rank", "24"), ("no kernel", "OutOfResources")])
 def test_compiled_code_warns_and_goes_on(change: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU where Triton cannot serve: one warning, no break in the graph, and torch."""
     torch._dynamo.reset()
-    on_gpu(monkeypatch)
+    shapes = tried(monkeypatch, OutOfResources(295920, 232448, "shared memory"))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     monkeypatch.setattr(triton_decode, "_TRITON", change != "no triton")
-    asked = fails_to_build(monkeypatch) if change == "no kernel" else []
-    rank = {"rank": 24, "huge": 4096}.get(change, 16)
-    q, r, c, k = inputs(2, 3, 20, rank, 8, torch.float64 if change == "fp64" else torch.float32)
-    c = c.repeat_interleave(2, 2)[..., ::2] if change == "strides" else c
+    q, r, c, k = latents(2, 3, 20, 24 if change == "rank" else 16, 8)
     compiled = torch.compile(decode, fullgraph=True, backend="eager")
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [compiled(q, r, c, k, None, SCALE) for _ in range(2)]
     assert [said in str(warning.message) for warning in caught] == [True]
     assert all(error(one, torch_decode.decode(q, r, c, k, None, SCALE)) < 1e-6 for one in found)
-    assert len(asked) == (change == "no kernel")
+    assert len(shapes) == (change == "no kernel")
 
 
 @of_kinds
@@ -550,27 +518,6 @@ def test_the_operator_keeps_its_promises(kind: Kind) -> None:
     """What torch.compile believes of it: shapes, strides, no hidden changes."""
     operator = torch.ops.kvfold.gqa_decode if kind.groups else torch.ops.kvfold.mla_decode
     torch.library.opcheck(operator, (*kind.call(2, 20), ragged(2, 20), SCALE), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One new token: queries, latent and W_UK, W_UV reach their products as views, with strides that a GEMM takes."""
-    model = absorb(mla_model(), when="always")
-    module, products = model.model.layers[0].self_attn, []
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
-    monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q.clone())
-    monkeypatch.setitem(LATENT, "torch", replace(LATENT["torch"], run=lambda q, *_: q.clone()))
-    queries = module.queries(torch.randn(3, 1, 64))
-    q_nope, q_rope = queries.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
-    with torch.no_grad():
-        module._absorbed(q_nope, q_rope, torch.randn(3, 1, 5, 16), torch.randn(3, 1, 5, 8), None)
-    (queries, up_k), (_, up_v) = products
-    weight = module.kv_b_proj.weight
-    assert queries.untyped_storage().data_ptr() == q_nope.untyped_storage().data_ptr()
-    for up in (up_k, up_v):
-        assert up.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        assert 1 in up.stride()[1:]
-        assert max(up.stride()[1:]) >= weight.shape[1]
 
 
 # Sizes
@@ -619,7 +566,7 @@ COMPILE = """
     from attention.formats import FORMATS
     from attention.kernels import split_kv
     from attention.kernels.operand import operand
-    from attention.kernels.tiling import Machine, Shape, Tiling, choose, padded, shared_bytes
+    from attention.kernels.tiling import Machine, Tiling, choose, padded, shared_bytes
     from attention.stored import stored_pair
 
     class Gpu:
@@ -632,11 +579,18 @@ COMPILE = """
     loaded, compiled = {}, []
     triton.knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["repr"])
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
+    split_kv.launch = lambda kernel, grid, *given, **options: kernel.warmup(*given, grid=grid, **options)[grid]
     for capability, machine, heads, rank, rope, mask, dtype, tiling, groups, *stored in CASES:
         size, form = dtype.itemsize, FORMATS[stored[0]] if stored else None
         tiling = tiling or choose(heads, rank, rope, size, machine)
         before = len(compiled)
-        split_kv.build(Shape(heads, rank, rope, groups, dtype, mask, form), tiling)
+        for batch, kept in (1, 256), (3, 256 if form else 33), (32, 256):  # encoded caches have room for multiples of 256
+            seen = None if mask is None else torch.zeros(batch, 1, 1, kept, dtype=mask)
+            rows = batch * (groups or 1)
+            shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 1, kept, rank), (rows, 1, kept, rope)
+            q_latent, q_rope, *cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+            held = map(operand, stored_pair(*cached, form, groups is None))
+            split_kv.decode(None if groups else q_latent, q_rope, *held, seen, 0.5, tiling, groups or 1)
         assert sum("_attend" in name for name in compiled[before:]) == 1, "one for every number of sequences up to 32"
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
@@ -651,62 +605,50 @@ COMPILE = """
         assert ("wgmma" in attend.asm["ptx"]) == wgmma
         # wgmma reads tiles where they lie, but for those that are decoded in registers
         assert form or not wgmma or "ldmatrix" not in attend.asm["ptx"]
-        so_far = list(compiled)
-        for batch in 3, 32:
-            kept = 256 if form else 33  # encoded caches have room for multiples of that
-            seen = None if mask is None else torch.zeros(batch, 1, 1, kept, dtype=mask)
-            rows = batch * (groups or 1)
-            shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 1, kept, rank), (rows, 1, kept, rope)
-            q_latent, q_rope, *cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
-            held = map(operand, stored_pair(*cached, form, groups is None))
-            split_kv.decode(
-                None if groups else q_latent, q_rope, *held, seen, 0.5, tiling, groups or 1, launch=split_kv._load
-            )
-        assert compiled == so_far, "what is built ahead is not what calls look for"
     print(len(compiled), *sorted(loaded))
 """
 
 
 CASES = {
-    80: "(8, 512, 64, torch.float32, torch.float32, None, None),"
-        "(16, 512, 64, torch.bool, torch.bfloat16, None, None, 'fp8'),",
-    # The last but one: after loops that hold little, sums need more.
-    90: "(16, 512, 64, None, torch.bfloat16, None, None),"
-        "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
-        "(32, 80, 80, torch.bool, torch.float16, None, 1),"
-        "(9, 160, 32, torch.bool, torch.bfloat16, None, None, 'int8'),"
-        "(16, 512, 64, None, torch.bfloat16, None, None, 'int4'),"
-        "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int4')",
-    100: "(8, 128, 128, torch.bool, torch.bfloat16, None, 4),"
-        "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int3'),",
-    120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),"
-        "(9, 160, 32, torch.bool, torch.float16, None, None, 'int2'),",
+    "H200": {
+        90: "(16, 512, 64, None, torch.bfloat16, None, None),"
+            "(9, 160, 32, torch.bool, torch.bfloat16, None, None, 'int8'),"
+            "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int4')",
+    },
+    "others": {
+        80: "(8, 512, 64, torch.float32, torch.float32, None, None),"
+            "(16, 512, 64, torch.bool, torch.bfloat16, None, None, 'fp8'),",
+        # The first: after loops that hold little, sums need more.
+        90: "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
+            "(32, 80, 80, torch.bool, torch.float16, None, 1),"
+            "(16, 512, 64, None, torch.bfloat16, None, None, 'int4'),",
+        100: "(8, 128, 128, torch.bool, torch.bfloat16, None, 4),"
+            "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int3'),",
+        120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),"
+            "(9, 160, 32, torch.bool, torch.float16, None, None, 'int2'),",
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", rows(["H200", "others"], ["H200"]))
+@pytest.mark.parametrize("kind", rows(CASES, ["H200"]))
 def test_kernels_compile_and_fit(kind: str, tmp_path: Path) -> None:
     """By Triton's own path, but for the last steps: loading and launching. No GPU is needed."""
-    machines = [90] if kind == "H200" else [80, 100, 120]
-    cases = " + ".join(f"tuple(({one}, {MACHINES[one]}, *case) for case in ({CASES[one]}))" for one in machines)
+    cases = " + ".join(f"tuple(({gpu}, {MACHINES[gpu]}, *case) for case in ({each}))" for gpu, each in CASES[kind].items())
     script = tmp_path / "build.py"
     script.write_text(textwrap.dedent(COMPILE).replace("CASES", cases))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[1:] == ["_attend", "_bounds", "_combine"], done.stderr[-3000:]
-    assert int(done.stdout.split()[0]) >= 3 * len(machines)  # kernels were compiled, and each of them seen
+    assert int(done.stdout.split()[0]) >= 3 * len(CASES[kind])  # kernels were compiled, and each of them seen
 
 
-def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:
+def test_triton_is_not_imported_before_a_call_that_it_serves() -> None:
     code = """
         import sys, torch
         from attention.kernels import decode
         import attention.patch
-        q, r, c, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 8), torch.randn(1, 5, 16), torch.randn(1, 5, 8)
-        decode(q, r, c, k, None, 1.0)
+        decode(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 8), torch.randn(1, 5, 16), torch.randn(1, 5, 8), None, 1.0)
         assert "attention.kernels.split_kv" not in sys.modules
-        decode(q, r, c, k, None, 1.0, "triton")
-        assert "attention.kernels.split_kv" in sys.modules
     """
     done = run_forked(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from attention import absorb, absorbed, restore
+from attention import absorb, restore
 from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
 from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants, query_bias_channel
@@ -24,13 +24,12 @@ from attention.record import FactoredAttention
 from attention.reference import latent_attention
 from attention.rope import from_config
 
-LENGTH = 34  # 10 tokens at once, then 24 one by one
+LENGTH = 20  # 10 tokens at once, then 10 one by one
 VARIANTS: dict[str, dict[str, Any]] = {
     "neutral": {},
     "neutral, two constants": {"neutral": (3.0, 7.0**0.5)},
     "neutral, half-split": {"rope_interleave": False},
     "neutral, longrope": {"rope_parameters": LONGROPE},
-    "neutral, youtu": {"model_type": "youtu"},
     "neutral, minicpm3": {"model_type": "minicpm3", "rope_interleave": False},
     "neutral, query biases": {"q_lora_rank": 80},
     "norm": {"neutral": ()},
@@ -38,11 +37,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm, half-split": {"neutral": (), "rope_interleave": False},
     "norm, minicpm3, which ignores rope_interleave": {"neutral": (), "model_type": "minicpm3", "rope_interleave": True},
 }
-
-
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return dict(request.param)
 
 
 def padding(lengths: list[int]) -> torch.Tensor:
@@ -91,39 +85,39 @@ def attend(model: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
     return torch.cat(pieces, 1)
 
 
-@pytest.mark.parametrize("when", ["auto", "always", "never"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("neutral")])
-def test_stock_absorbed_and_reference_agree(name: str, cache: str, when: Any) -> None:
+def test_stock_absorbed_and_reference_agree(name: str) -> None:
     model = mla_model(**VARIANTS[name])
-
-    def new_cache() -> Any:
-        return StaticCache(config=model.config, max_cache_len=80) if cache == "static" else DynamicCache(config=model.config)
-
     x = torch.randn(2, LENGTH, 64, generator=torch.Generator().manual_seed(5))
     expected = oracle(model, x)
-    assert error(attend(model, x, new_cache()), expected) < 1e-5
-    assert error(attend(absorb(model, when=when), x, new_cache()), expected) < 1e-5
+    assert error(attend(model, x, DynamicCache(config=model.config)), expected) < 1e-5
+    assert error(attend(absorb(model), x, DynamicCache(config=model.config)), expected) < 1e-5
+    static = StaticCache(config=model.config, max_cache_len=80)
+    assert error(attend(absorb(model, when="always"), x, static), expected) < 1e-5
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("chunks", [(10,), (7, 5, 3), (LENGTH,)], ids=["prefill", "chunked prefill", "no decoding"])
-def test_logits_are_those_of_stock_in_fp64(variant: dict[str, Any], chunks: tuple[int, ...], attention: str) -> None:
-    exact, model = (mla_model(**variant, dtype=d, attention=attention) for d in (torch.float64, torch.float32))
-    ids = tokens(2, LENGTH)
+CHUNKS = {"prefill": (10,), "chunked prefill": (7, 5, 3), "no decoding": (LENGTH,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "chunks"),
+    [*((name, "sdpa", "prefill") for name in VARIANTS), *product(("neutral", "norm"), ("eager",), CHUNKS),
+     *(("neutral", "sdpa", chunks) for chunks in ("chunked prefill", "no decoding"))],
+)  # fmt: skip
+def test_logits_are_those_of_stock_in_fp64(name: str, attention: str, chunks: str) -> None:
+    exact, model = (mla_model(**VARIANTS[name], dtype=d, attention=attention) for d in (torch.float64, torch.float32))
+    ids, sizes = tokens(2, LENGTH), CHUNKS[chunks]
     expected = logits(exact, ids)
-    stock = error(logits(model, ids, chunks=chunks), expected)
+    stock = error(logits(model, ids, chunks=sizes), expected)
     for when in ("auto", "always"):
-        assert error(logits(absorb(model, when=when), ids, chunks=chunks), expected) < max(1e-5, 1.5 * stock)
+        assert error(logits(absorb(model, when=when), ids, chunks=sizes), expected) < max(1e-5, 1.5 * stock)
     # stock eager attention has its softmax in fp32 even in an fp64 model
-    assert error(logits(absorb(exact, when="always"), ids, chunks=chunks), expected) < 1e-6
+    assert error(logits(absorb(exact, when="always"), ids, chunks=sizes), expected) < 1e-6
 
 
-@pytest.mark.parametrize("when", ["auto", "always"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool, when: Any) -> None:
-    model = absorb(mla_model(attention=attention), when=when)
+@pytest.mark.parametrize(("attention", "static"), [("eager", False), ("sdpa", True)])
+def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool) -> None:
+    model = absorb(mla_model(attention=attention), when="always")
     lengths = [30, 19, 26]
     ids, mask = tokens(3, 30), padding(lengths)
     cache = StaticCache(config=model.config, max_cache_len=40) if static else None
@@ -139,22 +133,21 @@ def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool, when: 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
     lengths = [12, 7, 9]
-    options = {"max_new_tokens": 28, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
+    options = {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
     out: torch.Tensor = model.generate(tokens(3, 12), attention_mask=padding(lengths), **options)
     return out
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("attention", "options"),
     [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.9},
-        {"do_sample": False, "num_beams": 3},
-        {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+        ("eager", {"do_sample": False}),
+        ("sdpa", {"do_sample": True, "temperature": 0.9}),
+        ("sdpa", {"do_sample": False, "num_beams": 3}),
+        ("sdpa", {"do_sample": False, "cache_implementation": "static", "disable_compile": True}),
     ],
     ids=["greedy", "sampling", "beams", "static cache"],
 )
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_generate_gives_the_tokens_of_stock(attention: str, options: dict[str, Any]) -> None:
     # fp64 against near ties; but there stock eager attention makes NaN of padding
     model = mla_model(dtype=torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
@@ -163,40 +156,26 @@ def test_generate_gives_the_tokens_of_stock(attention: str, options: dict[str, A
             layer.self_attn.q_proj.weight.mul_(3)
             layer.self_attn.o_proj.weight.mul_(3)
     expected = generated(model, **options)
-    assert len(expected[:, 12:].unique()) > 12
-    for when in ("auto", "always"):
-        with absorbed(model, when=when):
-            assert torch.equal(generated(model, **options), expected)
+    assert len(expected[:, 12:].unique()) > 8
+    assert torch.equal(generated(absorb(model, when="always"), **options), expected)
 
 
-@pytest.mark.parametrize("size", [None, 2.0**20], ids=["now", "once"])
-@pytest.mark.parametrize("first", ["absorb", "half"])
-def test_fp16_works_also_where_stock_overflows(first: str, size: float | None) -> None:
-    model, ids = mla_model(size=size), tokens(2, 40)
-    expected = logits(model, ids)
-    model = absorb(model, when="always").half() if first == "absorb" else absorb(model.half(), when="always")
-    found = logits(model, ids)
-    assert found.dtype == torch.float16
-    assert error(found, expected) < 1e-2
-    stock = logits(restore(model), ids)
-    assert bool(stock.isnan().any()) if size else error(stock, expected) < 1e-2
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_bf16_is_as_close_to_fp32_as_stock(attention: str) -> None:
-    model, ids = mla_model(dtype=torch.bfloat16, attention=attention), tokens(4, 40)
-    expected = logits(mla_model(attention=attention), ids)
-    stock = error(logits(model, ids), expected)
-    assert error(logits(absorb(model, when="always"), ids), expected) < 1.2 * stock < 0.2
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float16, 1e-2), (torch.bfloat16, 0.2)])
+def test_half_precision_is_as_close_to_fp32_as_stock(dtype: torch.dtype, close: float) -> None:
+    model, ids = mla_model(dtype=dtype), tokens(4, 40)
+    expected = logits(mla_model(), ids)
+    stock, found = error(logits(model, ids), expected), logits(absorb(model, when="always"), ids)
+    assert found.dtype == dtype
+    assert error(found, expected) < 1.2 * stock < close
 
 
 @pytest.mark.parametrize(
     ("backend", "attention"),
-    rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("eager", "eager"), ("aot_eager", "sdpa")]),
+    rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("aot_eager", "sdpa")]),
 )
 def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attention: str) -> None:
     torch._dynamo.reset()
-    model, ids = absorb(mla_model(attention=attention)), tokens(2, 12)
+    model, ids = absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12)
     steps = []
     for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
         cache = StaticCache(config=model.config, max_cache_len=16)
@@ -234,28 +213,18 @@ def test_gradients_pass_through_the_absorbed_path() -> None:
     assert max(error(found[name], expected[name]) for name in expected) < 1e-4
 
 
-def test_training_may_end_the_neutrality_of_a_norm() -> None:
-    model, ids = absorb(mla_model()), tokens(2, 20)
+@pytest.mark.parametrize(
+    ("part", "place", "known"),
+    [("kv_a_layernorm", (0,), "constant_channels"), ("q_a_proj", (0, 0), "bias_channel")],
+)
+def test_training_may_end_what_is_skipped(part: str, place: tuple[int, ...], known: str) -> None:
+    model, ids = absorb(mla_model(q_lora_rank=80)), tokens(2, 20)
     model.train()
     with torch.no_grad():
-        model.model.layers[1].self_attn.kv_a_layernorm.weight[0] = 0.3
+        getattr(model.model.layers[1].self_attn, part).weight[place] = 0.3
     model.eval()
-    assert [layer.self_attn.constant_channels is None for layer in model.model.layers] == [False, True, False]
+    assert [getattr(layer.self_attn, known) is None for layer in model.model.layers] == [False, True, False]
     assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
-
-
-def test_a_decode_step_never_expands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def expand(*_: Any) -> None:
-        raise AssertionError("expanded")
-
-    model, ids = mla_model(), tokens(2, 12)
-    with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-    for layer in model.model.layers:
-        monkeypatch.setattr(type(layer.self_attn), "expand_kv", expand)
-    with pytest.raises(AssertionError, match="expanded"):
-        model(ids[:, :1], past_key_values=cache)
-    absorb(model)(ids[:, :1], past_key_values=cache)
 
 
 def test_a_prefill_on_a_cpu_has_values_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,12 +297,8 @@ def test_a_cache_is_handed_over_in_mid_sentence(static: bool) -> None:
 
 def test_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
-
-    def rule(*numbers: int) -> bool:
-        asked.append(numbers)
-        return False
-
-    model = absorb(mla_model(), when=rule)
+    monkeypatch.setattr("attention.latent.absorbs", lambda *numbers: asked.append(numbers) or False)
+    model = absorb(mla_model())
     with torch.no_grad():
         cache = model(tokens(2, 10), use_cache=True).past_key_values
         assert not asked  # sdpa without a mask: only the stock path knows what that means
@@ -361,27 +326,25 @@ def test_a_neutral_norm_is_recognised(constants: tuple[float, ...], dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("spoil", "dtypes"),
+    "spoil",
     [
-        (lambda down, norm: norm.weight[3].mul_(1.5), [torch.float32, torch.float16]),  # a gain of its own
-        (lambda down, norm: norm.weight[0].fill_(1), [torch.float32, torch.float16]),  # the constant comes through
-        (lambda down, norm: down.weight[0, 5].fill_(0.1), [torch.float32, torch.float16]),  # not constant
-        (lambda down, norm: down.bias[0].div_(2**12), [torch.float32, torch.float16]),  # a gain of all channels
-        # latents would show in the norm
-        (lambda down, norm: (norm.weight.div_(2**12), down.bias[0].div_(2**12)), [torch.float32, torch.float16]),
-        (lambda down, norm: norm.weight.fill_(0), [torch.float32, torch.float16]),
+        lambda down, norm: norm.weight[3].mul_(1.5),  # a gain of its own
+        lambda down, norm: norm.weight[0].fill_(1),  # the constant comes through
+        lambda down, norm: down.weight[0, 5].fill_(0.1),  # not constant
+        lambda down, norm: down.bias[0].div_(2**12),  # a gain of all channels
+        lambda down, norm: (norm.weight.div_(2**12), down.bias[0].div_(2**12)),  # latents would show in the norm
+        lambda down, norm: norm.weight.fill_(0),
     ],
 )
-def test_a_norm_that_does_something_is_kept(spoil: Any, dtypes: list[torch.dtype]) -> None:
-    module = mla_model().model.layers[0].self_attn
+def test_a_norm_that_does_something_is_kept(spoil: Any) -> None:
+    module = mla_model(num_hidden_layers=1).model.layers[0].self_attn
     with torch.no_grad():
         spoil(module.kv_a_proj_with_mqa, module.kv_a_layernorm)
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.float16):
         assert neutral_constants(module.to(dtype)) is None
-    assert neutral_constants(mla_model(attention_bias=False, neutral=()).model.layers[0].self_attn) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_queries_that_come_from_the_input_and_a_constant_are_recognised(dtype: torch.dtype) -> None:
     model = mla_model(q_lora_rank=80, dtype=dtype)
     assert [query_bias_channel(layer.self_attn) for layer in model.model.layers] == [75] * 3
@@ -389,8 +352,7 @@ def test_queries_that_come_from_the_input_and_a_constant_are_recognised(dtype: t
     assert query_bias_channel(mla_model(neutral=(), q_lora_rank=80).model.layers[0].self_attn) is None
     found = logits(absorb(model), tokens(2, LENGTH))
     exact = logits(mla_model(q_lora_rank=80, dtype=torch.float64), tokens(2, LENGTH))
-    limit = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    assert error(found, exact) < limit
+    assert error(found, exact) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize(
@@ -434,8 +396,11 @@ def wrapped(module: Any) -> None:
     module.forward = lambda x: forward(x) + 1
 
 
-@pytest.mark.parametrize("change", [hooked, adapted, wrapped])
-@pytest.mark.parametrize("name", ["q_a_proj", "q_b_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, hooked) for name in ("q_a_proj", "q_b_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")]
+    + [("kv_b_proj", adapted), ("kv_a_layernorm", wrapped)],
+)
 def test_what_comes_later_is_not_passed_over(name: str, change: Callable[[Any], None]) -> None:
     model, ids = absorb(mla_model(q_lora_rank=80), when="always"), tokens(2, 12)
     before = logits(model, ids)
@@ -447,16 +412,6 @@ def test_what_comes_later_is_not_passed_over(name: str, change: Callable[[Any], 
     assert error(before, expected) > 1e-2
     assert error(found, expected) < 1e-5
     assert error(again, expected) < 1e-5
-
-
-def test_training_may_change_the_latent_of_queries() -> None:
-    model, ids = absorb(mla_model(q_lora_rank=80)), tokens(2, 20)
-    model.train()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.q_a_proj.weight[0, 0] = 0.3
-    model.eval()
-    assert [layer.self_attn.bias_channel is None for layer in model.model.layers] == [False, True, False]
-    assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
 
 
 def naive(
@@ -473,7 +428,7 @@ def naive(
 size = st.integers(1, 6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 3), size, st.integers(1, 20), size, size, size, size, size),
     kind=st.sampled_from(["none", "bool", "additive", "additive infinite"]),
@@ -521,75 +476,35 @@ def test_a_row_that_sees_nothing_is_zero_and_no_nan() -> None:
 
 
 def test_padding_of_flash_attention() -> None:
-    latent, mask = torch.empty(2, 7, RANK), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    one, two = dense_mask(mask, 1, latent), dense_mask(mask, 2, latent)
-    assert one is not None
-    assert two is not None
-    assert one[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
-    assert two[1, 0].tolist() == [[True] * 4 + [False] * 3, [True] * 5 + [False] * 2]
-    assert two[0, 0].tolist() == [[False] + [True] * 3 + [False] * 3, [False] + [True] * 4 + [False] * 2]
-
-
-def test_a_padding_mask_longer_than_the_cache_is_refused() -> None:
-    with pytest.raises(Refusal, match="a padding mask of 8 tokens to a cache of 7"):
-        dense_mask(torch.ones(2, 8), 1, torch.empty(2, 7, RANK))
-
-
-def test_a_block_mask_becomes_dense() -> None:
-    known = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
-    block = create_block_mask(lambda b, h, q, kv: (kv <= q + 3) & known[b, kv], 2, None, 2, 5, device="cpu")
-    found = dense_mask(block, 2, torch.empty(2, 5, RANK))
+    found = dense_mask(torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), torch.empty(2, 7, RANK))
     assert found is not None
-    assert found.shape == (2, 1, 2, 5)
-    assert found[1, 0].tolist() == [[True] * 4 + [False], [True] * 5]
-    assert found[0, 0, 0].tolist() == [False, True, True, True, False]
+    assert found[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
+    with pytest.raises(Refusal, match="a padding mask of 8 tokens to a cache of 7"):
+        dense_mask(torch.ones(2, 8), torch.empty(2, 7, RANK))
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_flex_model_decodes_over_its_block_mask(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention compiles kernels and is not run here: only who would be called, and what the absorbed path makes of it."""
-    model, x, lengths = mla_model(), torch.randn(2, 9, 64), [9, 6]
-    mask = padding(lengths).bool()
-    module, rotary = absorb(model).model.layers[0].self_attn, model.model.rotary_emb(x, torch.arange(9)[None])
-
-    def new_cache() -> Any:
-        return StaticCache(config=model.config, max_cache_len=9) if static else DynamicCache(config=model.config)
-
-    def step(step_mask: Any) -> torch.Tensor:
-        cache = new_cache()
-        causal = torch.ones(8, 9 if static else 8).tril().bool()[None, None].expand(2, 1, -1, -1)
-        last = tuple(part[:, 8:] for part in rotary)
-        with torch.no_grad():
-            module(x[:, :8], tuple(part[:, :8] for part in rotary), causal, past_key_values=cache)
-            out: torch.Tensor = module(x[:, 8:], last, step_mask, past_key_values=cache)[0]
-        return out
-
-    expected = step(mask[:, None, None])
+def test_masks_of_one_step_absorb_and_others_are_the_classs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No flash or flex attention runs here: the modules get their masks directly."""
+    model, x, mask = mla_model(), torch.randn(2, 9, 64), padding([9, 6])
+    module, rotary = absorb(model, when="always").model.layers[0].self_attn, model.model.rotary_emb
     expansions: list[int] = []
 
     def expanded(self: Any, q: torch.Tensor, *_: Any) -> Any:
         expansions.append(q.shape[2])
         return q.new_zeros(2, q.shape[2], HEADS, VALUE), None
 
-    block = create_block_mask(lambda b, h, q, kv: mask[b, kv], 2, None, 1, 9, device="cpu")
-    found = step(block) if not static else None
-    monkeypatch.setattr(LatentAttention, "_expanded", expanded)
-    step(block)
-    assert expansions == ([1] if static else [])
-    assert found is None or error(found, expected) < 1e-6
+    def read(parts: list[int], *masks: Any) -> torch.Tensor:
+        cache, found = DynamicCache(config=model.config), []
+        for part, positions, seen in zip(x.split(parts, 1), torch.arange(9).split(parts), masks, strict=True):
+            with torch.no_grad():
+                found.append(module(part, rotary(part, positions[None]), seen, past_key_values=cache)[0])
+        return torch.cat(found, 1)
 
-
-def test_a_flash_model_decodes_over_its_padding() -> None:
-    """No flash attention on this machine: the modules get its kind of mask directly."""
-    model, x, lengths = mla_model(), torch.randn(2, 9, 64), [9, 6]
-    attention, rotary = absorb(model, when="always").model.layers[0].self_attn, model.model.rotary_emb
-    mask, positions = padding(lengths), torch.arange(9)
     causal = torch.ones(9, 9).tril().bool() & mask.bool()[:, None, None]
-    expected, found = (DynamicCache(config=model.config) for _ in range(2))
-    with torch.no_grad():
-        whole = attention(x, rotary(x, positions[None]), causal, past_key_values=expected)[0]
-        parts = [
-            attention(p, rotary(p, t[None]), mask[:, : int(t[-1]) + 1], past_key_values=found)[0]
-            for p, t in zip(x.split([6, 2, 1], 1), positions.split([6, 2, 1]), strict=True)
-        ]
-    assert error(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()]) < 1e-6
+    whole = read([9], causal)
+    stepwise = read([8, 1], causal[..., :8, :8], mask)
+    assert error(stepwise[mask.bool()], whole[mask.bool()]) < 1e-6
+    monkeypatch.setattr(LatentAttention, "_expanded", expanded)
+    block = create_block_mask(lambda b, h, q, kv: mask[b, kv] > 0, 2, None, 1, 9, device="cpu")
+    read([8, 1], mask[:, :8], block)
+    assert expansions == [8, 1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import attention
-from attention import absorb, absorbed, load, restore
+from attention import absorb, load, restore
 from attention.errors import Failure, Refusal
 from attention.latent import LatentAttention, StockLatentAttention
 
@@ -39,55 +37,24 @@ def state(model: Any) -> list[dict[str, Any]]:
     return [dict(vars(layer.self_attn)) for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3", "youtu"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
 def test_absorb_and_restore_change_one_model_and_only_its_classes(model_type: str) -> None:
     model, other = mla_model(model_type), mla_model(model_type)
     stock, before = classes(model), state(model)
     keys, functions = list(model.state_dict()), dict(ALL_ATTENTION_FUNCTIONS)
-    assert absorb(model) is model
+    assert absorb(absorb(model)) is model
     assert is_absorbed(model)
+    assert {cls.__bases__ for cls in classes(model)} == {(StockLatentAttention, *stock)}
     assert all(issubclass(cls, next(iter(stock))) for cls in classes(model))  # transformers' own hooks find it
     assert classes(other) == stock
     assert list(model.state_dict()) == keys
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
-    assert restore(model) is model
+    assert restore(restore(model)) is model
     assert classes(model) == stock
     assert [{k: v for k, v in s.items() if not isinstance(v, dict)} for s in state(model)] == [
         {k: v for k, v in s.items() if not isinstance(v, dict)} for s in before
     ]
     assert not any("constant_channels" in str(s["_buffers"]) for s in state(model))
-
-
-def test_absorb_and_restore_may_be_repeated() -> None:
-    model = mla_model()
-    absorb(absorb(model))
-    assert is_absorbed(model)
-    assert {cls.__bases__ for cls in classes(model)} == {(StockLatentAttention, DeepseekV3Attention)}
-    restore(restore(model))
-    assert classes(model) == {DeepseekV3Attention}
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_absorbed_leaves_the_model_as_it_was(failing: bool) -> None:
-    model = mla_model()
-    try:
-        with absorbed(model) as same:
-            assert same is model
-            assert is_absorbed(model)
-            if failing:
-                raise KeyError
-    except KeyError:
-        pass
-    assert classes(model) == {DeepseekV3Attention}
-
-
-def test_absorbed_inside_absorbed_gives_back_the_outer_choice() -> None:
-    model = absorb(mla_model(), when="never")
-    rule = model.model.layers[0].self_attn.rule
-    with absorbed(model, when="always"):
-        assert model.model.layers[0].self_attn.rule is not rule
-    assert is_absorbed(model)
-    assert model.model.layers[0].self_attn.rule is rule
 
 
 def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +69,6 @@ def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     layers = len(model.model.layers)
     assert count("auto") == count("always") == layers  # no mask tells the absorbed path what the prefill is
-    assert count("never") == 3 * layers
-    assert count(lambda queries, cached, *_: cached > 61) == 2 * layers
     model.set_attn_implementation("eager")
     assert count("auto") == layers
     assert count("always") == 0
@@ -124,14 +89,6 @@ def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
     assert error(logits(loaded.eval(), tokens(2, 20)), logits(stock.eval(), tokens(2, 20))) < 1e-5
 
 
-def test_fp16_is_loaded_as_it_overflows(tmp_path: Path) -> None:
-    model = mla_model(size=2.0**20)
-    model.save_pretrained(tmp_path)
-    loaded = load(tmp_path, dtype=torch.float16)
-    assert loaded.model.layers[0].self_attn.kv_a_layernorm.weight.isinf().any()
-    assert error(logits(loaded, tokens(2, 20)), logits(model, tokens(2, 20))) < 1e-2
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 def test_copies_are_models_of_their_own(copied: Any) -> None:
     model = absorb(mla_model())
@@ -150,7 +107,7 @@ def test_loaded_weights_are_used() -> None:
 
 @pytest.mark.parametrize("order", ["hook, absorb", "absorb, hook"])
 def test_hooks_of_accelerate_call_the_class_of_the_day(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, expansions = mla_model(), []
+    model, expansions = mla_model(num_hidden_layers=1), []
     stock = DeepseekV3Attention.expand_kv
     monkeypatch.setattr(DeepseekV3Attention, "expand_kv", lambda *a: expansions.append(a) or stock(*a))
     expected = logits(model, tokens(1, 14))
@@ -167,8 +124,6 @@ def test_hooks_of_accelerate_call_the_class_of_the_day(order: str, monkeypatch: 
     for act in (hook, lambda: absorb(model)) if order == "hook, absorb" else (lambda: absorb(model), hook):
         act()
     assert count() == 1
-    absorb(model)
-    assert count() == 1
     restore(model)
     assert count() == 5
     absorb(model)
@@ -177,107 +132,84 @@ def test_hooks_of_accelerate_call_the_class_of_the_day(order: str, monkeypatch: 
     assert count() == 1
     restore(model)
     assert count() == 5
-    absorb(model)
-    assert count() == 1
 
 
-def refused(model: Any, **options: Any) -> tuple[str, str | None]:
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(Refusal) as caught:
-        absorb(model, **options)
-    assert [type(module) for module in model.modules()] == before  # all or nothing
-    return str(caught.value), caught.value.hint
-
-
-def test_a_model_without_latent_attention_is_refused() -> None:
-    message, hint = refused(tiny_model(tiny_config("llama")))
-    assert message == (
-        "LlamaForCausalLM has no latent attention that can be absorbed: "
-        "none of its modules is a DeepseekV3Attention, MiniCPM3Attention, YoutuAttention, or KvfoldLatentAttention"
-    )
-    assert hint.endswith("convert others with `convert mla`, or run them as they are")
-    assert restore(tiny_model(tiny_config("llama"))) is not None
-
-
-def test_a_subclass_with_a_forward_of_its_own_is_not_stock() -> None:
-    class Other(DeepseekV3Attention):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
-    model = mla_model()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Other
-    assert "has no latent attention that can be absorbed" in refused(model)[0]
-
-
-def test_an_unknown_choice_is_refused() -> None:
-    assert refused(mla_model(), when="sometimes")[0] == (
-        "cannot absorb when='sometimes': it must be a function or one of 'auto', 'always', 'never'"
-    )
+class Other(DeepseekV3Attention):  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 class Quantised(nn.Linear):
     pass
 
 
-def as_int8(linear: nn.Linear) -> nn.Linear:
-    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
-    return linear
+def with_other_forward(module: Any) -> None:
+    module.__class__ = Other
 
 
-def as_subclass(linear: nn.Linear) -> nn.Linear:
-    linear.__class__ = Quantised
-    return linear
+def with_replaced_forward(module: Any) -> None:
+    module.forward = print
+
+
+def as_int8(module: Any) -> None:
+    module.kv_b_proj.weight = nn.Parameter(module.kv_b_proj.weight.detach().to(torch.int8), requires_grad=False)
+
+
+def as_subclass(module: Any) -> None:
+    module.kv_b_proj.__class__ = Quantised
+
+
+def in_a_sequence(module: Any) -> None:
+    module.kv_b_proj = nn.Sequential(module.kv_b_proj)
+
+
+def with_bias(module: Any) -> None:
+    module.kv_b_proj.bias = nn.Parameter(torch.ones(88))
+
+
+NONE = "none of its modules is a DeepseekV3Attention, MiniCPM3Attention, or KvfoldLatentAttention"
+ABSORB = "cannot absorb model.layers.0.self_attn"
+PLAIN = "and must be a plain Linear with floating weights"
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"),
+    ("change", "message", "hint"),
     [
-        (as_int8, "Linear with torch.int8 weights of type Parameter"),
-        (as_subclass, "Quantised with torch.float32 weights of type Parameter"),
-        (lambda linear: nn.Sequential(linear), "Sequential with no weights of type NoneType"),
+        (with_other_forward, f"has no latent attention that can be absorbed: {NONE}", "convert others with `convert mla`"),
+        (with_replaced_forward, f"{ABSORB}: something else has replaced its forward by <built-in", "undo that first"),
+        (as_int8, f"{ABSORB}.kv_b_proj: it is a Linear with torch.int8 weights of type Parameter, {PLAIN}", "quantisation"),
+        (as_subclass, f"{ABSORB}.kv_b_proj: it is a Quantised with torch.float32 weights", "or merge the adapters"),
+        (in_a_sequence, f"{ABSORB}.kv_b_proj: it is a Sequential with no weights of type NoneType, {PLAIN}", "quantisation"),
+        (with_bias, f"{ABSORB}.kv_b_proj: it has a bias, and must have none", ""),
     ],
 )
-def test_weights_that_are_not_plain_are_refused(change: Any, kind: str) -> None:
-    model = mla_model()
-    module = model.model.layers[1].self_attn
-    module.kv_b_proj = change(module.kv_b_proj)
-    message, hint = refused(model)
-    assert message == (
-        f"cannot absorb model.layers.1.self_attn.kv_b_proj: it is a {kind}, and must be a plain Linear with floating weights"
-    )
-    assert hint == "leave kv_b_proj out of quantisation (modules_to_not_convert), or merge the adapters"
+def test_what_absorption_would_ignore_is_refused(change: Any, message: str, hint: str) -> None:
+    model = mla_model(num_hidden_layers=1)
+    change(model.model.layers[0].self_attn)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(Refusal) as caught:
+        absorb(model)
+    assert message in str(caught.value)
+    assert hint in (caught.value.hint or "")
+    assert [type(module) for module in model.modules()] == before  # all or nothing
 
 
-def test_a_bias_on_the_expansion_is_refused() -> None:
-    model = mla_model()
-    model.model.layers[2].self_attn.kv_b_proj.bias = nn.Parameter(torch.ones(88))
-    assert refused(model)[0] == "cannot absorb model.layers.2.self_attn.kv_b_proj: it has a bias, and must have none"
-
-
-def test_a_replaced_forward_is_refused() -> None:
-    model = mla_model()
-    model.model.layers[0].self_attn.forward = print
-    message, hint = refused(model)
-    assert message.startswith("cannot absorb model.layers.0.self_attn: something else has replaced its forward by <built-in")
-    assert hint == "undo that first"
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(Refusal, match="cannot absorb when='sometimes': it must be one of 'auto', 'always'"):
+        absorb(mla_model(), when="sometimes")  # type: ignore[arg-type]
+    assert restore(tiny_model(tiny_config("llama"))) is not None, "there is nothing to undo"
 
 
 def test_offloaded_weights_are_a_failure() -> None:
     model = mla_model()
     cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(Failure, match=f"{ABSORB}: some of its weights are on the meta device, and must be in memory") as caught:
         absorb(model)
-    assert str(caught.value) == (
-        "cannot absorb model.layers.0.self_attn: some of its weights are on the meta device, and must be in memory"
-    )
     assert caught.value.hint == "load the model without offloading"
     assert classes(model) == {DeepseekV3Attention}
 
 
-def test_the_package_exports_its_functions_and_imports_no_torch() -> None:
-    assert attention.__all__ == ["absorb", "absorbed", "load", "pack", "restore"]
+def test_the_package_exports_its_functions() -> None:
+    assert attention.__all__ == ["absorb", "load", "pack", "restore"]
     with pytest.raises(AttributeError, match="no attribute 'absorbing'"):
         attention.absorbing  # noqa: B018
-    code = "import sys, attention; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(attention.__file__).parents[1])

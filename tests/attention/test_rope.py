@@ -24,40 +24,6 @@ def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary
     return Rotary(10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, factor)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("factor", [1.0, 1.25])
-def test_rotation_preserves_norms_up_to_the_attention_factor(pairing: Pairing, factor: float) -> None:
-    states = random(2, 3, 7, 16)
-    rotated = rotary(8, pairing, factor).rotate(states, torch.arange(7) * 1000)
-    torch.testing.assert_close(rotated.norm(dim=-1), factor * states.norm(dim=-1), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@settings(deadline=None)
-@given(seed=st.integers(0, 99), here=st.integers(0, 5000), there=st.integers(0, 5000), shift=st.integers(0, 5000))
-def test_inner_products_depend_only_on_the_distance(pairing: Pairing, seed: int, here: int, there: int, shift: int) -> None:
-    rotation, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
-
-    def score(at_q: int, at_k: int) -> float:
-        return (rotation.rotate(q, torch.tensor([at_q])) * rotation.rotate(k, torch.tensor([at_k]))).sum().item()
-
-    assert score(here, there) == pytest.approx(score(here + shift, there + shift), abs=1e-9)
-
-
-def test_inner_products_change_with_the_distance() -> None:
-    rotation, q, k = rotary(4), random(1, 8), random(1, 8, seed=1)
-    at = rotation.rotate(k.expand(9, 8), torch.arange(9)) @ q[0]
-    assert at.unique().numel() == 9
-
-
-def test_a_pair_turns_as_a_complex_number() -> None:
-    rotation, states, positions = rotary(5, "interleaved"), random(2, 3, 6, 10), torch.arange(3, 9)
-    expected = torch.view_as_complex(states.unflatten(-1, (5, 2))) * torch.exp(1j * positions[:, None] * rotation.frequencies)
-    torch.testing.assert_close(
-        rotation.rotate(states, positions), torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12
-    )
-
-
 def test_half_pairing_is_what_llama_does() -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -79,11 +45,6 @@ def test_the_pairings_agree_after_a_permutation(pairs: int, rest: int, seed: int
     assert torch.equal(rotary(pairs, "half").rotate(states[..., order], positions), interleaved[..., order])
 
 
-def test_the_pairings_differ_without_it() -> None:
-    states, positions = random(5, 8), torch.arange(1, 6)
-    assert not torch.allclose(rotary(4, "half").rotate(states, positions), rotary(4, "interleaved").rotate(states, positions))
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairing) -> None:
     states, positions, rotation = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
@@ -92,17 +53,6 @@ def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairin
     assert torch.equal(rotated[..., 8:], states[..., 8:])
     assert torch.equal(rotated[..., :8], rotation.rotate(states[..., :8], positions))
     assert (rotated[..., :8] != states[..., :8]).all()
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_position_zero_is_the_identity(pairing: Pairing) -> None:
-    states = random(2, 4, 1, 12)
-    assert torch.equal(rotary(4, pairing).rotate(states, torch.zeros(1, dtype=torch.long)), states)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_states_keep_their_dtype(dtype: torch.dtype) -> None:
-    assert rotary(4).rotate(random(3, 8).to(dtype), torch.arange(3)).dtype == dtype
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -129,15 +79,10 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(kind: str) -
     assert ours.frequencies.dtype == torch.float64
     torch.testing.assert_close(ours.frequencies, module.inv_freq.double(), rtol=1e-6, atol=0)
     assert ours.attention_factor == pytest.approx(module.attention_scaling, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SCALINGS if kind != "default"])
-def test_scaling_is_seen(kind: str) -> None:
-    parameters = {"rope_theta": 10000.0, "rope_type": kind, **SCALINGS[kind]}
-    scaled = from_config(tiny_config("llama", head_dim=64, rope_parameters=parameters), 64)
-    plain = from_config(tiny_config("llama", head_dim=64), 64)
-    assert not torch.allclose(scaled.frequencies, plain.frequencies, rtol=1e-3)
-    assert (scaled.attention_factor != 1) == (kind in ("yarn", "longrope"))
+    assert (ours.attention_factor != 1) == (kind in ("yarn", "longrope"))
+    if kind != "default":
+        plain = from_config(tiny_config("llama", head_dim=64), 64)
+        assert not torch.allclose(ours.frequencies, plain.frequencies, rtol=1e-3), "scaling is seen"
 
 
 @pytest.mark.parametrize(
@@ -170,15 +115,12 @@ def test_layer_types_turn_at_frequencies_of_their_own() -> None:
         torch.testing.assert_close(ours, getattr(module, f"{layer_type}_inv_freq").double(), rtol=1e-6, atol=0)
 
 
-def test_a_layer_type_without_an_entry_takes_the_common_one() -> None:
+def test_a_layer_type_without_an_entry_takes_the_common_one_and_the_pairing_is_the_callers() -> None:
     config = tiny_config("llama", rope_parameters={"rope_theta": 777.0, "rope_type": "linear", "factor": 2.0})
-    named = from_config(config, 8, layer_type="full_attention").frequencies
-    assert torch.equal(named, from_config(config, 8).frequencies)
-
-
-def test_the_pairing_is_the_callers() -> None:
-    for parameters in ({"rope_theta": 1e4, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}):
-        assert from_config(tiny_config("llama", rope_parameters=parameters), 8, "interleaved").pairing == "interleaved"
+    named = from_config(config, 8, "interleaved", layer_type="full_attention")
+    assert torch.equal(named.frequencies, from_config(config, 8).frequencies)
+    assert named.pairing == "interleaved"
+    assert from_config(tiny_config("llama"), 8, "interleaved").pairing == "interleaved"
 
 
 # ---- the complex view ----------------------------------------------------------------------------------------------
@@ -219,18 +161,6 @@ def test_turning_multiplies_the_complex_view_by_a_phase(
     torch.testing.assert_close(rotated, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_mixing_heads_within_a_frequency_commutes_with_turning() -> None:
-    for pairing in PAIRINGS:
-        rotation, rows, positions = rotary(4, pairing), random(3, 8, 6), torch.arange(6) * 3
-        mix = torch.complex(random(4, 3, 3, seed=1), random(4, 3, 3, seed=2))  # frequency, to, from
-
-        def mixed(states: torch.Tensor, rotation: Rotary = rotation, mix: torch.Tensor = mix) -> torch.Tensor:
-            return rotation.from_complex(torch.einsum("lhg,glt->hlt", mix, rotation.to_complex(states)[0]))
-
-        before = rotation.rotate(mixed(rows).mT, positions)
-        torch.testing.assert_close(before, mixed(rotation.rotate(rows.mT, positions).mT).mT, rtol=1e-11, atol=1e-11)
-
-
 # ---- selection -----------------------------------------------------------------------------------------------------
 
 
@@ -245,16 +175,6 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
     rotated = whole.to_complex(whole.rotate(states.mT, positions).mT)[0][:, pairs]
     found = chosen.rotate(chosen.from_complex(numbers[:, pairs]).mT, positions).mT
     torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], rotated, rtol=1e-11, atol=1e-11)
-
-
-def test_a_selection_maps_both_lists_of_longrope() -> None:
-    whole = Rotary(torch.tensor([3.0, 2.0, 1.0]), "half", 1.25, torch.tensor([0.3, 0.2, 0.1]), 64)
-    chosen = whole.select([2, 0, 0], "interleaved")
-    assert chosen.frequencies.tolist() == [1, 3, 3]
-    assert chosen.long_frequencies is not None
-    assert chosen.long_frequencies.tolist() == pytest.approx([0.1, 0.3, 0.3])
-    assert chosen.long_beyond == 64
-    assert rotary(3).select([0], "half").long_frequencies is None
 
 
 def test_between_two_frequencies_is_the_one_with_the_same_ratio_to_both() -> None:
@@ -281,13 +201,11 @@ def test_longrope_has_a_second_list_for_long_sequences() -> None:
     torch.testing.assert_close(ours.frequencies, plain / torch.tensor(factors["short_factor"]).double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(ours.long_frequencies, plain / torch.tensor(factors["long_factor"]).double(), rtol=1e-6, atol=0)
     assert ours.long_beyond == 32
-    for kind in set(SCALINGS) - {"longrope"}:
-        parameters = {"rope_theta": 1e4, "rope_type": kind, **SCALINGS[kind]}
-        other = from_config(tiny_config("llama", head_dim=64, rope_parameters=parameters), 64)
-        assert (other.long_frequencies, other.long_beyond) == (None, None)
+    other = from_config(tiny_config("llama", head_dim=64), 64)
+    assert (other.long_frequencies, other.long_beyond) == (None, None)
 
 
-@pytest.mark.parametrize("length", [5, 31, 32, 33, 60])
+@pytest.mark.parametrize("length", [31, 32, 33])
 def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -320,7 +238,7 @@ def test_rope_parameters_that_mean_nothing_are_refused(parameters: dict[str, Any
         from_config(config, 64)
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 7])
+@pytest.mark.parametrize("head_dim", [1, 7])
 def test_an_odd_head_cannot_be_turned_as_a_whole(head_dim: int) -> None:
     config = tiny_config("llama", head_dim=8)
     with pytest.raises(Refusal, match=f"heads of {head_dim} dims cannot have {head_dim + 1} rotary dims: RoPE rotates pairs"):

@@ -13,8 +13,9 @@ from tiny import tiny_config
 
 from attention.errors import Refusal
 from attention.formats import FORMATS
+from attention.kv_bytes import dtype_bytes
 from attention.models.configuration_kvfold import KvfoldConfig
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import AttentionSpec
 
 LLAMA_2_7B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128)
 LLAMA_3_8B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -38,20 +39,10 @@ def test_a_token_costs_one_key_and_one_value_of_every_kv_head_in_every_layer() -
     assert AttentionSpec(num_layers=3, num_heads=20, num_kv_heads=5, head_dim=7).values_per_token == 3 * (5 + 5) * 7
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bf16", "torch.bfloat16", ""])
-def test_a_dtype_that_no_weights_have_is_refused(dtype: str) -> None:
-    with pytest.raises(Refusal) as caught:
-        dtype_bytes(dtype)
-    assert str(caught.value) == f"no KV cache is kept in {dtype!r} (choose float32, float16, bfloat16, float64)"
-
-
 def test_bytes_of_dtypes() -> None:
-    assert {name: dtype_bytes(name) for name in ("float32", "float16", "bfloat16", "float64")} == {
-        "float32": 4,
-        "float16": 2,
-        "bfloat16": 2,
-        "float64": 8,
-    }
+    assert [dtype_bytes(name) for name in ("float32", "float16", "bfloat16", "float64")] == [4, 2, 2, 8]
+    with pytest.raises(Refusal, match=r"no KV cache is kept in 'bf16' \(choose float32, float16, bfloat16, float64\)"):
+        dtype_bytes("bf16")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +74,6 @@ def test_exactly_the_divisors_of_the_kv_heads_can_be_grouped(heads: int, share: 
     ("spec", "groups", "message"),
     [
         (LLAMA_2_7B, 6, "cannot make 6 groups from 32 KV heads: 6 does not divide 32 (choose 1, 2, 4, 8, 16 or 32)"),
-        (LLAMA_2_7B, 64, "cannot make 64 groups from 32 KV heads: it must be between 1 and 32 (choose 1, 2, 4, 8, 16 or 32)"),
-        (LLAMA_2_7B, 0, "cannot make 0 groups from 32 KV heads: it must be between 1 and 32 (choose 1, 2, 4, 8, 16 or 32)"),
         (LLAMA_3_8B, 16, "cannot make 16 groups from 8 KV heads: it must be between 1 and 8 (choose 1, 2, 4 or 8)"),
         (LLAMA_2_7B.grouped(1), 2, "cannot make 2 groups from 1 KV heads: it must be between 1 and 1 (choose 1)"),
     ],
@@ -173,10 +162,9 @@ def test_windows_bound_what_layers_hold() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("context", [1, 20, 64, 1000])
-def test_without_windows_bytes_per_token_do_not_depend_on_the_context(form: str, context: int) -> None:
+def test_without_windows_bytes_per_token_do_not_depend_on_the_context(form: str) -> None:
     for spec in (LLAMA_3_8B, LLAMA_3_8B.latent(512, 64)):
-        if spec.takes(form):
+        for context in (1, 1000) if spec.takes(form) else ():
             assert spec.bytes_per_token(form, context) == spec.bytes_per_token(form)
             assert isinstance(spec.bytes_per_token(form, context), int)
 
@@ -197,16 +185,11 @@ def test_a_latent_is_counted_by_rank_and_rotary_dims() -> None:
     assert spec.bytes_per_token("bfloat16") == 3 * (512 + 64) * 2
 
 
-@pytest.mark.parametrize("groups", [8, 2])
-def test_a_latent_replaces_keys_and_values(groups: int) -> None:
-    latent = AttentionSpec(4, 8, groups, 16).latent(40, 8)
-    assert (latent.kind, latent.num_kv_heads, latent.values_per_token) == ("MLA-40+8", 8, 4 * 48)
-
-
 def test_a_latent_made_smaller_keeps_the_dims_of_its_queries() -> None:
     whole = AttentionSpec(4, 8, 2, 16)
     assert (whole.key_dim, whole.rotary_keys, whole.most_rotary_dims) == (16, 2, 32)
     source = whole.latent(40, 8)
+    assert (source.kind, source.num_kv_heads, source.values_per_token) == ("MLA-40+8", 8, 4 * 48)
     assert (source.qk_nope_head_dim, source.key_dim, source.head_dim) == (16, 24, 16)
     assert source.latent(40, 8) == source, "the same size is the same attention"
     assert source.latent(20, 8).qk_nope_head_dim == 16, "nothing that rotates is given up"
@@ -224,15 +207,12 @@ def test_where_nothing_rotates_there_is_no_rotary_key() -> None:
     assert spec.latent(8, 0) == AttentionSpec(4, 8, 8, 16).latent(8, 0)
 
 
-@pytest.mark.parametrize("rope", [1, 7, 34, -2])
+@pytest.mark.parametrize("rope", [7, 34, -2])
 def test_rotary_dims_that_keys_do_not_have_are_refused(rope: int) -> None:
-    with pytest.raises(Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"):
-        AttentionSpec(4, 8, 2, 16).latent(40, rope)
-
-
-def test_a_rank_of_nothing_is_refused() -> None:
     with pytest.raises(Refusal, match="rank 0 holds nothing"):
         AttentionSpec(4, 8, 2, 16).latent(0, 8)
+    with pytest.raises(Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"):
+        AttentionSpec(4, 8, 2, 16).latent(40, rope)
 
 
 def test_a_config_without_attention_heads_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from written import Make
 
-from attention.errors import Failure, GateMissed, Refusal
+from attention.errors import GateMissed, KvfoldError, Refusal
 from eval import bench, evaluate
 from eval.inputs.source import Source
 from eval.inputs.text import Text
@@ -81,36 +81,34 @@ def test_a_missed_gate_is_raised_with_the_report_written(pair: list[Path], text:
     with pytest.raises(GateMissed, match=r"the limit is 0\.01 ×") as caught:
         evaluate(pair, text=text, max_tokens=64, device="cpu", max_perplexity_ratio=0.01, output=tmp_path / "report")
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == caught.value.report
-    for models, limit in ((pair[:1], 1.5), (pair, 0.0), (pair, float("nan"))):
-        with pytest.raises(Refusal, match="needs two models or more, and a ratio above 0"):
-            evaluate(models, text=text, max_perplexity_ratio=limit)
 
 
-def test_a_file_is_read_once_the_configs_are_accepted(pair: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="a context of 1 predicts nothing"):
-        evaluate(pair, text=tmp_path / "missing.txt", context=1)
-    with pytest.raises(Failure, match=r"cannot read .*missing\.txt"):
-        evaluate(pair, text=tmp_path / "missing.txt", context=32)
+MISSING = Path("missing.txt")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"text": MISSING, "context": 1}, "a context of 1 predicts nothing"),  # before a text is read
+    ({"text": MISSING, "context": 32}, "cannot read missing.txt"),
+    ({"dataset": "wikitxt"}, "no dataset 'wikitxt'"),
+    ({"text": MISSING, "dtype": "int8"}, "no KV cache is kept in 'int8'"),
+    ({}, "give either a text or a dataset to evaluate on"),
+    ({"text": MISSING, "dataset": "wikitext"}, "give either a text or a dataset to evaluate on"),
+    ({"text": MISSING, "max_perplexity_ratio": 0.0}, "needs two models or more, and a ratio above 0"),
+    ({"text": MISSING, "max_perplexity_ratio": float("nan")}, "needs two models or more, and a ratio above 0"),
+]
 
 
-def test_a_dataset_is_asked_for_by_name(pair: list[Path]) -> None:
-    with pytest.raises(Refusal, match="no dataset 'wikitxt'"):
-        evaluate(pair, dataset="wikitxt")
-
-
-def test_a_dtype_that_no_model_runs_in_is_refused(pair: list[Path], text: Path) -> None:
-    with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
-        evaluate(pair, text=text, dtype="int8")
+def test_arguments_that_do_not_fit_are_refused(pair: list[Path]) -> None:
+    for given, message in WRONG:
+        with pytest.raises(KvfoldError) as caught:
+            evaluate(pair, **given)
+        assert message in str(caught.value)
+    with pytest.raises(Refusal, match="needs two models or more"):
+        evaluate(pair[:1], text=MISSING, max_perplexity_ratio=1.5)
+    with pytest.raises(Refusal, match="there is no model to evaluate"):
+        evaluate([], text=MISSING)
+    with pytest.raises(Refusal, match="there is no model to measure"):
+        bench([])
     with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
         bench(pair, context=[8], dtype="int8")
-
-
-def test_there_is_one_text_and_a_model(pair: list[Path], text: Path) -> None:
-    for given in ({}, {"text": text, "dataset": "wikitext"}):
-        with pytest.raises(Refusal, match="give either a text or a dataset to evaluate on"):
-            evaluate(pair, **given)
-    with pytest.raises(Refusal, match="there is no model to evaluate"):
-        evaluate([], text=text)
 
 
 def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, warned: Callable[[], list[str]]) -> None:
@@ -139,21 +137,8 @@ def test_measurements_are_returned_and_nothing_is_printed(
     assert json.loads((tmp_path / "speed" / "bench.json").read_text()) == found
     assert capsys.readouterr().out == ""
     assert seen == [("bench", done, 8, "round") for done in range(9)]
-
-
-def test_earlier_measurements_are_not_replaced_unasked(pair: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "bench.json").write_text("mine")
-    with pytest.raises(Refusal, match=r"bench\.json exists"):
-        bench(pair[:1], **SHORT, output=tmp_path)
-    assert (tmp_path / "bench.json").read_text() == "mine"
-    found = bench(pair[:1], **SHORT, output=tmp_path, overwrite=True)
-    assert json.loads((tmp_path / "bench.json").read_text()) == found
-
-
-def test_there_is_a_model_and_a_size_to_measure(pair: list[Path]) -> None:
-    with pytest.raises(Refusal, match="there is no model to measure"):
-        bench([])
-    with pytest.raises(Refusal, match="a context of 4096 tokens exceeds the 128 positions"):
-        bench(pair, context=[4096])
-    with pytest.raises(Failure, match="this machine has no device 'cuda:99'"):
-        bench(pair, device="cuda:99")
+    with pytest.raises(Refusal, match=r"bench\.json exists") as caught:
+        bench(pair[:1], **SHORT, output=tmp_path / "speed")
+    assert caught.value.hint == "give --overwrite, or another --output"
+    with pytest.raises(Refusal, match="is not a directory that you may write to"):
+        bench(pair[:1], **SHORT, output=tmp_path / "speed" / "bench.json" / "deep")

@@ -12,7 +12,7 @@ import pytest
 
 import convert
 from attention.errors import Refusal
-from eval import evaluate
+from eval import bench, evaluate
 from eval.arguments import Option, checked, options_of
 
 
@@ -29,17 +29,15 @@ def takes(
     return f"{count} {share} {flag} {text} {pair}"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_right_types_pass() -> None:
+    given: dict[str, Any]
+    for given in (
         {"count": 3, "share": 1, "flag": True, "text": "a", "pair": ["a", (1, 2)]},
         {"count": np.int64(3), "share": np.float32(1), "text": Path("a"), "pair": ()},
         {"text": ["a", "b"]},
         {"text": {"a": 1, Path("b"): 2.5}, "call": len},
-    ],
-)
-def test_right_types_pass(given: dict[str, Any]) -> None:
-    assert takes(**given).startswith(str(given.get("count", 1)))
+    ):
+        assert takes(**given).startswith(str(given.get("count", 1)))
 
 
 @pytest.mark.parametrize(
@@ -147,20 +145,14 @@ def test_options_out_of_range_are_refused_by_name(given: dict[str, Any], message
         sized("m", **({"width": 1} | given))
 
 
-def test_what_is_no_option_or_lacks_is_a_mistake_of_the_program() -> None:
+def test_every_function_checks() -> None:
+    functions = {name: getattr(convert, name) for name in ("gqa", "mqa", "mla", "heal", "sweep", "plan", "inspect")}
+    needed: dict[str, dict[str, Any]] = {"gqa": {"groups": 1}, "sweep": {"evaluate": "a"}}
+    for name, function in (functions | {"evaluate": evaluate, "bench": bench}).items():
+        outputs = [] if name in ("plan", "inspect", "evaluate", "bench") else ["out"]
+        with pytest.raises(Refusal, match="trust_remote_code is 'no', of type str"):
+            function("model", *outputs, **needed.get(name, {}), trust_remote_code="no")
     with pytest.raises(TypeError, match="missing a required argument: 'width'"):
         sized("m")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'height'"):
         sized("m", width=1, height=2)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("name", ["gqa", "mqa", "mla", "heal", "sweep", "plan", "inspect"])
-def test_every_function_checks(name: str) -> None:
-    needed: dict[str, Any] = {"gqa": {"groups": 1}, "sweep": {"evaluate": "a"}}.get(name, {})
-    with pytest.raises(Refusal, match="trust_remote_code is 'no', of type str"):
-        getattr(convert, name)("model", *([] if name in ("plan", "inspect") else ["out"]), **needed, trust_remote_code="no")
-
-
-def test_evaluation_checks() -> None:
-    with pytest.raises(Refusal, match="max_tokens is '3'"):
-        evaluate("model", text="a", max_tokens="3")  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import pytest
 from fuzz import configs
 
 
-def test_a_hundred_mutated_configs_end_in_one_line() -> None:
-    assert configs.main(count=100, seed=11) == []
+def test_mutated_configs_end_in_one_line() -> None:
+    assert configs.main(count=40, seed=11) == []
 
 
 def test_the_same_seed_gives_the_same_configs() -> None:

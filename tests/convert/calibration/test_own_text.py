@@ -98,15 +98,18 @@ def test_how_many_rows_are_written_at_once_changes_nothing(
     assert torch.equal(written(source, tmp_path / "single"), whole)
 
 
-def test_a_text_that_ends_is_followed_by_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [1, None])
+def test_a_text_that_ends_is_followed_by_another(start: int | None) -> None:
+    """By the token that begins texts, or by one that is drawn."""
     model = tiny_model(tiny_config("llama"))
-    always(model, 2, 5, 6, 7, 8)
-    voice = Voice(1, frozenset({2}), None, 96)
-    rows = writing._Writer(model, voice, 40).written(0, torch.rand(4, 40, dtype=torch.float64))
+    always(model, 2, 5)
+    writer, begins = writing._Writer(model, Voice(start, frozenset({2}), None, 96), 40), {start} if start else {7, 8, 9}
+    writer._starts = torch.tensor([7, 8, 9])
+    rows = writer.written(0, torch.rand(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     ends = (rows[:, :-1] == 2).nonzero().tolist()
-    assert ends
-    assert all(rows[row, place + 1] == 1 for row, place in ends)
-    assert (rows[:, 1:] == 1).sum() == len(ends)
+    assert {int(rows[row, place + 1]) for row, place in ends} == begins
+    assert set(rows[:, 0].tolist()) <= begins
+    assert len(ends) + 4 == sum(int((rows == token).sum()) for token in begins)
 
 
 def test_turns_follow_the_template(checkpoint: Make) -> None:
@@ -136,29 +139,6 @@ def test_a_template_that_fails_is_said_and_not_used(
     (said,) = warned()
     assert said.startswith("the chat template cannot be used, so the model writes no conversations: ")
     assert written(source, tmp_path / "kept").shape == (6, 24)
-
-
-@pytest.mark.parametrize(
-    ("template", "reason", "longest"),
-    [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 3 seconds", 3),
-        ("{{ 9 ** (9 ** 9) }}", "it takes more than 3 seconds", 3),
-        ("{{ 'a' * 2 ** 40 }}", "MemoryError", writing._LONGEST),
-    ],
-    ids=["loop", "power", "memory"],
-)
-def test_a_template_without_an_end_is_stopped(
-    template: str,
-    reason: str,
-    longest: int,
-    checkpoint: Make,
-    warned: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writing, "_LONGEST", longest)
-    assert Voice.of(Source.parse(str(with_template(checkpoint("llama"), template)))).turns is None
-    (said,) = warned()
-    assert said == f"the chat template cannot be used, so the model writes no conversations: {reason}"
 
 
 def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
@@ -205,18 +185,6 @@ def test_a_token_between_texts_begins_them(checkpoint: Make, tmp_path: Path) -> 
     assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
 
 
-def test_behind_an_end_another_token_is_drawn(tmp_path: Path) -> None:
-    model = tiny_model(tiny_config("llama"))
-    always(model, 2, 5)
-    writer = writing._Writer(model, Voice(None, frozenset({2}), None, 96), 40)
-    writer._starts = torch.tensor([7, 8, 9])
-    rows = writer.written(0, torch.rand(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    ends = (rows[:, :-1] == 2).nonzero().tolist()
-    assert {int(rows[row, place + 1]) for row, place in ends} == {7, 8, 9}
-    assert set(rows[:, 0].tolist()) <= {7, 8, 9}
-    assert len(ends) + 4 == int((rows > 6).sum())
-
-
 def test_a_model_without_a_tokenizer_writes_too(checkpoint: Make, tmp_path: Path) -> None:
     source = checkpoint("llama", bos_token_id=7)
     for file in source.glob("*token*"):
@@ -241,8 +209,8 @@ def test_logits_that_are_not_finite_fail(checkpoint: Make, tmp_path: Path) -> No
         written(source, tmp_path / "kept")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "bloom", "falcon", "gemma2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "bloom", "gemma2"])
 def test_families_write(model_type: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a latent, without RoPE, with ALiBi, one KV head, windows and caps, QK-norm."""
+    """Over a latent, with ALiBi, windows and caps."""
     monkeypatch.setattr(writing, "_LEAST_WORDS", 0.0)  # a random Gemma repeats what it has read
     assert written(checkpoint(model_type), tmp_path / "kept", rows=3, length=12).shape == (3, 12)

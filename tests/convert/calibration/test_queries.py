@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import settings
-from records import factored, inputs, loss, measured, random, record, run
-from refitting import X, any_refit, changed, latent, merged, refitted_queries, sources
+from records import factored, inputs, loss, measured, random, record
+from refitting import X, changed, latent, merged, refitted_queries, sources
 
 from attention.forward import Jacobian, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -18,17 +17,6 @@ from convert.calibration.least_squares import TOKENS, fitted_spans
 from convert.calibration.queries import _together
 from convert.methods import load_latent
 from convert.methods.latent import Allocation
-
-
-@settings(max_examples=12, deadline=None)
-@any_refit
-def test_fitted_queries_never_do_worse(
-    share: int, pairs: int, nope: int, biased: bool, pairing: str, method: str, factor: float, seed: int
-) -> None:
-    a = record(4, share, pairs, nope, 20, pairing, biased, factor, seed)  # type: ignore[arg-type]
-    after: Record = merged(a, 2, method) if method in ("aligned", "mean") else latent(a, 6, (0,), method)
-    fitted = refitted_queries(a, after, X)
-    assert output_error(a, fitted, X) <= output_error(a, after, X)
 
 
 def test_fitted_queries_do_much_better_where_there_is_something_to_gain() -> None:
@@ -42,28 +30,12 @@ def test_fitted_queries_do_much_better_where_there_is_something_to_gain() -> Non
             assert output_error(a, fitted, other) < output_error(a, after, other)
 
 
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-@pytest.mark.parametrize("nope", [0, 3])
-@pytest.mark.parametrize("biased", [False, True])
-def test_what_is_exact_stays_exact(biased: bool, nope: int, pairing: str) -> None:
-    a = record(2, 2, 3, nope, 20, pairing, biased)  # type: ignore[arg-type]
-    every = (0, 0, 1, 1, 2, 2)
-    whole = latent(a, min(20, 2 * 2 * (6 + nope) - 12), every)
-    names = [name for name in ("k", "v", "k_bias", "v_bias") if getattr(a, name) is not None]
-    twice = dataclasses.replace(a, **{name: getattr(a, name).repeat_interleave(2, 0) for name in names})
-    for before, after in ((a, whole), (a, a), (twice, merged(twice, 2))):
-        assert loss(before, after, X) < 1e-5
-        assert loss(before, refitted_queries(before, after, X), X) < 1e-5
-
-
 def perturbed_heads(count: int, dim: int, seed: int = 3) -> torch.Tensor:
     """`[heads, D, D]` near the identity."""
     return torch.eye(dim) + 0.3 * random(count, dim, dim, seed=seed) * dim**-0.5
 
 
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-@pytest.mark.parametrize("nope", [0, 3])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "nope", "pairing"), [(False, 0, "half"), (True, 3, "interleaved")])
 def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, pairing: str) -> None:
     a = record(2, 2, 3, nope, 20, pairing, biased)  # type: ignore[arg-type]
     maps = perturbed_heads(4, 6 + nope)
@@ -72,6 +44,7 @@ def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, p
     fitted = refitted_queries(a, spoilt, X)
     assert output_error(a, spoilt, X) > 1e-3
     assert output_error(a, fitted, X) < 0.05 * output_error(a, spoilt, X)
+    assert changed(fitted, spoilt) == ({"q", "q_bias"} if biased else {"q"})
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -104,6 +77,7 @@ def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(bias
     source, whole = a.expanded(), smaller(a, 9, (0, 1))
     assert whole.q_nope.shape[1] < source.q.shape[1]
     assert loss(a, whole, X) < 1e-5
+    assert loss(a, refitted_queries(source, whole, X), X) < 1e-5, "what is exact stays exact"
     maps, every = perturbed_heads(4, 4), 0.05 * random(4, 4, 10, seed=4) * whole.q_rope.norm() / a.q_rope.norm()
     spoilt = dataclasses.replace(
         whole, q_rope=maps @ whole.q_rope + every @ source.q, up_k=perturbed_heads(4, 6, 4) @ whole.up_k
@@ -121,22 +95,14 @@ def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(bias
     assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
 
 
-@pytest.mark.parametrize("method", ["weighted", "svd"])
-@pytest.mark.parametrize("pairs", [(0, 1, 2), (0, 2)], ids=["all rotate", "some rotate"])
-def test_a_latent_made_of_a_latent_is_fitted(pairs: tuple[int, ...], method: str) -> None:
-    for seed in range(3):
+@pytest.mark.parametrize(("method", "pairs"), [("weighted", (0, 1, 2)), ("svd", (0, 2))], ids=["all rotate", "some rotate"])
+def test_a_latent_made_of_a_latent_is_fitted(method: str, pairs: tuple[int, ...]) -> None:
+    for seed in range(2):
         a = factored(4, 6, 3, 12, 20, seed=seed, value=5)
         source = a.expanded()
         after = smaller(a, 5, pairs, method)
         fitted = refitted_queries(source, after, X)
         assert output_error(source, fitted, X) < 0.98 * output_error(source, after, X), (seed, output_error(source, after, X))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_what_is_exact_of_a_latent_made_of_a_latent_stays_exact(biased: bool) -> None:
-    a = factored(4, 6, 3, 9, 20, biased, value=5)
-    whole = smaller(a, 9, (0, 1, 2))
-    assert loss(a, refitted_queries(a.expanded(), whole, X), X) < 1e-5
 
 
 def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
@@ -153,31 +119,6 @@ def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
         assert change[:, 6:].abs().min() > 0
         unbound = queries._solved(fits, torch.ones(1, 1))[0]
         assert unbound[:4, :6].abs().min() > 0, "it would be used if it could"
-
-
-def test_only_queries_of_gqa_change() -> None:
-    a = record(4, 1, 3, 0, 20)
-    after = merged(a, 2, "mean")
-    fitted = refitted_queries(a, after, X)
-    assert changed(fitted, after) == {"q", "q_bias"}
-
-
-def test_the_same_sample_gives_the_same_bits() -> None:
-    a = record(4, 2, 3, 2, 20)
-    once, again = (refitted_queries(a, merged(a, 2), X) for _ in range(2))
-    assert isinstance(once, Attention)
-    assert isinstance(again, Attention)
-    assert torch.equal(once.q, again.q)
-
-
-@pytest.mark.parametrize("what", ["q", "k", "v", "o"])
-def test_heads_of_zeros_stay_finite(what: str) -> None:
-    a = record(4, 1, 3, 2, 20)
-    tensor = getattr(a, what).clone()
-    (tensor[:, :2] if what == "o" else tensor[:2]).zero_()
-    a = dataclasses.replace(a, **{what: tensor})
-    for after in (merged(a, 2), latent(a, 6, (0, 1))):
-        assert torch.isfinite(run(refitted_queries(a, after, X), X)).all()
 
 
 # ---- the objective ---------------------------------------------------------------------------------------------------
@@ -197,9 +138,8 @@ def fit_of(a: Attention, after: Record, x: torch.Tensor, heads: slice, part: lis
 CASES = ("gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa")
 
 
-@pytest.mark.parametrize("target", [False, True])
 @pytest.mark.parametrize("case", [*CASES, "gqa, sinks", "mla, a latent as wide as heads"])
-def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)  # blocks are not a multiple of it
     pairing: Pairing = "interleaved" if "inter" in case else "half"
@@ -219,12 +159,12 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
                 moved, p = query[t] @ maps, attended[t, : t + 1]
                 rotated = result.rotation(moved[nope.shape[1] :].expand(len(query), -1))[t]
                 got = result.scale * (nope[: t + 1] @ moved[: nope.shape[1]] + rope[: t + 1] @ rotated)
-                error = got - missing[t, : t + 1] if target else got
+                error = got - missing[t, : t + 1]
                 total = total + 0.5 * ((p * error.square()).sum() - (p * error).sum().square())  # a sink's error is zero
     (expected,) = torch.autograd.grad(total, leaf)
     fits = fits_of(a, after, heads)
     assert fits[0].lifts == (case in ("mla", "mla, ALiBi"))
-    found = torch.stack([fit.curvature(leaf.detach().float()) - (fit.wanted if target else 0) for fit in fits]).sum(0)
+    found = torch.stack([fit.curvature(leaf.detach().float()) - fit.wanted for fit in fits]).sum(0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -280,10 +220,10 @@ def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -
     assert [fit.queries.shape[1] for fit in some] == [2 * size] * 4
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mqa", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_how_many_heads_are_fitted_together_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = record(4, 2, 3, 2, 20)
-    after: Record = latent(a, 6, (0, 1)) if kind == "mla" else merged(a, 2 if kind == "gqa" else 1)
+    after: Record = latent(a, 6, (0, 1)) if kind == "mla" else merged(a, 2)
     at_once = refitted_queries(a, after, X)
     monkeypatch.setattr("convert.calibration.queries._TOGETHER", 3 * 128 * 32)  # three heads of eight, and two at the end
     assert len(_together(8, 32)) == 3

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from written import ok, weights
+from streams import blocks_of, model_of, records_of, stream_of
 
-from convert.calibration.refine import _energies, _shuffled
+from attention.spec import AttentionSpec
+from convert.calibration.refine import _energies, _shuffled, refined
+from convert.families import FAMILIES
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
-
-@pytest.mark.parametrize("rate", [100.0, float("nan")])
-def test_steps_that_lead_away_are_not_taken(
-    rate: float, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = checkpoint()
-    ok(convert("mqa", source, tmp_path / "plain", *on))
+@pytest.mark.parametrize(("rate", "taken"), [(0.03, True), (100.0, False), (float("nan"), False)])
+def test_steps_that_lead_away_are_not_taken(rate: float, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.refine._RATES", (rate, rate))
-    ok(convert("mqa", source, tmp_path / "out", *on, "--refine", 3))
-    before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["layers"]:
-        assert note["layer_error"] == note["layer_error_refined"] > 0
+    model = model_of()
+    stream, family = stream_of(model, tmp_path / "spool", blocks_of()), FAMILIES["llama"]
+    stream.embed()
+    stream.advance(0)
+    record = records_of(model)(0)
+    spoilt, spec = replace(record, q=1.3 * record.q), AttentionSpec.from_config(model.config)
+    found, errors = refined(spoilt, lambda record: family.join(record, spec, 0), stream, stream, 0, 10, 0)
+    assert (found is not spoilt) == taken
+    assert (0 < errors["layer_error_refined"] < errors["layer_error"]) == taken
+    assert taken or errors["layer_error_refined"] == errors["layer_error"] > 0
 
 
 def error(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from records import inputs, loss, measured, random, record, run
+from records import inputs, loss, measured, record, run
 from refitting import SEEN, X, any_refit, changed, latent, merged, refitted_queries
 
 from attention.forward import output_error
 from attention.record import Attention, Record
+from attention.rope import Pairing
 from convert.calibration import refit
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import refitted, sample_for
@@ -24,7 +25,7 @@ def all_refitted(before: Attention, after: Record) -> Record:
     return refitted(before, after, Blocks.whole(X), SEEN)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @any_refit
 def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
     share: int, pairs: int, nope: int, biased: bool, pairing: str, method: str, factor: float, seed: int
@@ -37,18 +38,15 @@ def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
 
 def test_a_refit_does_much_better_than_queries_alone_where_there_is_something_to_gain() -> None:
     x, other = inputs(20, tokens=64, blocks=24), inputs(20, tokens=64, blocks=4, seed=7)
-    for seed in range(2):
-        a = record(4, 1, 3, 2, 20, seed=seed)
-        after = merged(a, 1, "mean")
-        alone = refitted_queries(a, after, x)
-        assert output_error(a, refitted(a, after, Blocks.whole(x), measured(x).attended), other) < 0.9 * output_error(
-            a, alone, other
-        )
+    a = record(4, 1, 3, 2, 20)
+    after = merged(a, 1, "mean")
+    fitted, alone = refitted(a, after, Blocks.whole(x), measured(x).attended), refitted_queries(a, after, x)
+    assert output_error(a, fitted, other) < 0.9 * output_error(a, alone, other)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_what_is_exact_stays_exact_in_a_refit(biased: bool) -> None:
-    a = record(2, 2, 3, 3, 20, biased=biased)
+@pytest.mark.parametrize(("biased", "pairing"), [(False, "half"), (True, "interleaved")])
+def test_what_is_exact_stays_exact_in_a_refit(biased: bool, pairing: Pairing) -> None:
+    a = record(2, 2, 3, 3, 20, pairing, biased)
     whole = latent(a, min(20, 2 * 2 * 9 - 12), (0, 0, 1, 1, 2, 2))
     names = [name for name in ("k", "v", "k_bias", "v_bias") if getattr(a, name) is not None]
     twice = dataclasses.replace(a, **{name: getattr(a, name).repeat_interleave(2, 0) for name in names})
@@ -56,9 +54,9 @@ def test_what_is_exact_stays_exact_in_a_refit(biased: bool) -> None:
         assert loss(before, all_refitted(before, after), X) < 1e-5
 
 
-@pytest.mark.parametrize("norm", ["shared", "head", "all", "layer", "after"])
+@pytest.mark.parametrize("norm", ["head", "layer", "after"])
 def test_queries_keys_and_gains_are_fitted_through_a_norm(norm: str) -> None:
-    x, other = inputs(20, tokens=64, blocks=24), inputs(20, tokens=64, blocks=4, seed=7)
+    x, other = inputs(20, tokens=64, blocks=8), inputs(20, tokens=64, blocks=4, seed=7)
     a = record(4, 1, 3, 0, 20, norm=norm)
     after = merged(a, 2)
     fitted = refitted(a, after, Blocks.whole(x), measured(x).attended)
@@ -68,7 +66,7 @@ def test_queries_keys_and_gains_are_fitted_through_a_norm(norm: str) -> None:
 
 
 def test_heads_with_sinks_are_refitted_and_keep_them() -> None:
-    x, other = Blocks.whole(inputs(20, tokens=64, blocks=24)), inputs(20, tokens=64, blocks=4, seed=7)
+    x, other = Blocks.whole(inputs(20, tokens=64, blocks=8)), inputs(20, tokens=64, blocks=4, seed=7)
     a = record(4, 1, 3, 2, 20, sinks=True)
     after = merged(a, 2)
     fitted = refitted(a, after, x, SEEN)
@@ -130,14 +128,6 @@ def test_a_single_block_is_enough_for_queries_alone() -> None:
     a = record(4, 1, 3, 2, 20)
     after = merged(a, 2, "mean")
     assert changed(refitted(a, after, Blocks.whole(X[:1]), SEEN), after) == {"q", "q_bias"}
-
-
-def test_what_fits_one_block_by_chance_is_not_taken() -> None:
-    """Few tokens of a wide model: the fit of one block must not make the other one worse."""
-    a = record(4, 1, 3, 2, 20)
-    after, x = merged(a, 2), random(2, 6, 20, seed=3)
-    fitted = refitted(a, after, Blocks.whole(x), SEEN)
-    assert output_error(a, fitted, x[1:]) <= output_error(a, after, x[1:])
 
 
 def test_keys_are_weighed_as_attention_sees_tokens_and_values_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

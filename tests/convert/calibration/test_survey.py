@@ -11,7 +11,7 @@ import pytest
 import torch
 from records import inputs
 from records import record as random_record
-from streams import blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
+from streams import WINDOWS, InMemory, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
 
 from attention.errors import Failure
 from attention.record import Attention
@@ -58,10 +58,15 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
 
 
 @pytest.mark.parametrize(
-    "scoring", [PLAIN, Scoring((1.0, 0.6, 0.3, 0.1)), Scoring(window=3), Scoring(window=4, softcap=0.5)], ids=str
+    ("groups", "biased", "scoring"),
+    [
+        (4, True, PLAIN),
+        (1, False, Scoring((1.0, 0.6, 0.3, 0.1))),
+        (2, True, Scoring(window=3)),
+        (2, False, Scoring(window=4, softcap=0.5)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("groups", [1, 2, 4])
 def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, scoring: Scoring) -> None:
     a = replace(random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased), scoring=scoring)
     x = 2 * inputs(8, tokens=9, blocks=3)
@@ -104,33 +109,28 @@ def test_a_few_queries_speak_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -
     assert not torch.equal(few.within, all_of_them.within)
 
 
-def test_what_every_token_rests_on_counts_for_more_than_one_token() -> None:
-    """A first token that all others attend to: it is one input of forty, and half of what is seen and read."""
-    eye = torch.eye(4)
-    a = Attention(q=(eye[:1] * 8)[None], k=eye[1:2][None], v=eye[None], o=eye[:, None], scale=1.0)
-    x = torch.zeros(1, 40, 4)
-    x[..., 0], x[0, 0, 1], x[0, 1:, 2] = 1, 1, torch.linspace(-1, 1, 39)
-    moments = Moments(0, of_blocks(1, 40, 4), a)
-    moments.see(x)
-    known = moments.statistics()
-    assert known.second[1, 1] == pytest.approx(1 / 40)
-    assert known.attended.seen[1, 1] > 0.95
-    assert known.attended.read[1, 1] > 0.95
-
-
-@pytest.mark.parametrize("case", ["llama", "gemma2, sliding layers and scaled embeddings"])
-def test_statistics_are_the_moments_of_what_layers_see(case: str, batched: int, tmp_path: Path) -> None:
-    model, blocks = model_of(case), blocks_of()
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", WINDOWS)])
+def test_statistics_are_the_moments_of_what_layers_see(
+    model_type: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.calibration.stream._TOKENS", 48)  # 7 blocks as 4 and 3
+    model, blocks = model_of(model_type, **changes), blocks_of()
     known = run_survey(model, tmp_path, blocks)
+    with torch.inference_mode():
+        states = model(blocks, output_hidden_states=True).hidden_states
     for layer, x in enumerate(seen_by(model, blocks)):
         found, expected = known(layer), direct(x)
         assert found.tokens == 84
         assert found.second.dtype == found.mean.dtype == torch.float64
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+        energy = states[layer].double().square().sum(-1).reciprocal().mean()  # of the residual stream
+        assert found.inverse_energy == pytest.approx(float(energy), rel=1e-4)
         assert found.sample is not None
         torch.testing.assert_close(found.sample.rows.float(), x, rtol=1e-2, atol=1e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
+    nothing = InMemory(model, lambda name: pytest.fail(f"{name} is read, although the survey is complete"))
+    survey(stream_of(model, tmp_path / "inputs", blocks, nothing), Shelf(tmp_path, "source"), records_of(model))
 
 
 def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
@@ -141,7 +141,8 @@ def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
         assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
         return weights[name]
 
-    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"), records_of(model))
+    stream = stream_of(model, tmp_path / "inputs", blocks_of(), InMemory(model, read))
+    survey(stream, Shelf(tmp_path, "source"), records_of(model))
     assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
 
 
@@ -158,16 +159,6 @@ def test_moments_are_sums_whatever_the_pieces() -> None:
     torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
 
 
-def test_the_sample_is_whole_blocks_however_long() -> None:
-    for context, blocks in ((3, 2), (8, 1), (20, 1)):
-        a = random_record(1, 2, pairs=1, nope=0, width=4, biased=False)
-        moments = Moments(0, of_blocks(6, context, 4), a, 8)
-        moments.see(torch.ones(6, context, 4))
-        sample = moments.statistics().sample
-        assert sample is not None
-        assert sample.rows.shape == (blocks, context, 4)
-
-
 def test_without_a_record_attention_is_assumed() -> None:
     x = inputs(8, tokens=9, blocks=3)
     moments = Moments(0, of_blocks(3, 9, 8), random_record(1, 1, pairs=1, nope=0, width=8, biased=False), shown=False)
@@ -177,32 +168,21 @@ def test_without_a_record_attention_is_assumed() -> None:
     assert torch.equal(found.attended.within, found.covariance)
 
 
-def test_attention_that_is_not_finite_fails_with_its_layer() -> None:
-    a = random_record(1, 2, pairs=1, nope=0, width=4, biased=False)
-    moments = Moments(17, of_blocks(2, 3, 4), replace(a, scale=float("nan")))
-    moments.see(torch.ones(2, 3, 4))
-    with pytest.raises(Failure, match="the attention of layer 17 is not finite on the calibration text"):
-        moments.statistics()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None:
-    x = torch.ones(2, 3, 4)
+@pytest.mark.parametrize(
+    ("value", "scale", "what"),
+    [
+        (float("nan"), 1.0, "input of layer 17's"),
+        (1e30, 1.0, "input of layer 17's"),
+        (1.0, float("nan"), "attention of layer 17"),
+    ],
+)
+def test_what_is_not_finite_fails_with_its_layer(value: float, scale: float, what: str) -> None:
+    a, x = random_record(1, 2, pairs=1, nope=0, width=4, biased=False), torch.ones(2, 3, 4)
     x[1, 2, 3] = value
-    moments = Moments(17, of_blocks(2, 3, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False))
+    moments = Moments(17, of_blocks(2, 3, 4), replace(a, scale=scale))
     moments.see(x)
-    with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
+    with pytest.raises(Failure, match=f"the {what}.* is not finite on the calibration text"):
         moments.statistics()
-
-
-def test_a_survey_knows_how_large_the_residual_stream_is(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
-    statistics = run_survey(model, tmp_path, blocks)
-    with torch.inference_mode():
-        states = model(blocks, output_hidden_states=True).hidden_states
-    for layer in range(model.config.num_hidden_layers):
-        expected = states[layer].double().square().sum(-1).reciprocal().mean()
-        assert statistics(layer).inverse_energy == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) -> None:
@@ -215,25 +195,16 @@ def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) 
     assert typical / 2 < found < 1e3 * typical
 
 
-def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
-    model = model_of()
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
-    with pytest.raises(Failure):
-        run_survey(model, tmp_path, blocks_of())
-    assert not Shelf(tmp_path, "source").has(2)
+STEPS = ["embed", "advance 0", "put 0", "advance 1", "put 1", "put 2"]
 
 
-STEPS = ["embed", "put 0", "advance 0", "put 1", "advance 1", "put 2"]
-
-
-@pytest.mark.parametrize("cut", STEPS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_survey_goes_on_from_any_step_and_does_none_twice(
-    cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("cut", "after"), [("embed", True), ("advance 1", False), ("advance 1", True), ("put 1", True)])
+def test_a_survey_goes_on_from_any_step(cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, blocks, steps, armed = model_of(), blocks_of(), [], [True]
-    whole = run_survey(model, _made(tmp_path / "whole"), blocks)
+    directories = [tmp_path / "whole", tmp_path / "cut"]
+    for directory in directories:
+        directory.mkdir()
+    whole = run_survey(model, directories[0], blocks)
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any) -> Any:
@@ -251,29 +222,15 @@ def test_a_survey_goes_on_from_any_step_and_does_none_twice(
 
     for owner, name in ((LayerStream, "embed"), (LayerStream, "advance"), (Shelf, "put")):
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    directory = _made(tmp_path / "cut")
     with pytest.raises(KeyboardInterrupt):
-        run_survey(model, directory, blocks)
+        run_survey(model, directories[1], blocks)
     armed[0] = False
-    known = run_survey(model, directory, blocks)
-    # Statistics come before the next layer's inputs, and if those were lost in between, once more.
-    again = cut if cut in ("put 0", "put 1") and after else None
-    assert [step for i, step in enumerate(steps) if not (step == again and step in steps[:i])] == STEPS
+    known = run_survey(model, directories[1], blocks)
+    again = [cut] if (cut, after) == ("advance 1", True) else []  # its statistics were not on the shelf yet
+    assert sorted(steps) == sorted([*STEPS, *again])
     for layer in range(3):
         assert torch.equal(known(layer).second, whole(layer).second)
         assert torch.equal(known(layer).mean, whole(layer).mean)
-
-
-def _made(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
-    run_survey(model, tmp_path, blocks)
-    stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
-    survey(stream, Shelf(tmp_path, "source"), records_of(model))
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:

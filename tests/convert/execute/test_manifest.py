@@ -140,7 +140,7 @@ BAD = {
     "missing tensor": (lambda t: t.pop(f"{K}.weight"), f"lacks tensor {K}.weight"),
     "names with a prefix": (
         lambda t: [t.update({f"module.{n}": t.pop(n)}) for n in list(t)],
-        "lacks tensor model.layers.0.self_attn.q_proj.weight; it puts module. before all names",
+        "lacks tensor model.layers.0.self_attn.q_proj.weight; it has module.lm_head.weight, as DistributedDataParallel names",
     ),
     "a base model alone": (
         lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)],

@@ -8,7 +8,7 @@ from typing import Any
 import stopping
 from accelerate.state import AcceleratorState, DistributedType
 
-from convert.healing.sharded import part, whole
+from convert.healing.team import part, whole
 from convert.healing.trainer import HealingTrainer
 
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

@@ -1,12 +1,24 @@
-"""The loss in chunks: the value and its gradients."""
+"""The loss in chunks: its value and its gradients; decoders and heads, apart, give the logits that they give together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from tiny import VOCABULARY as WORDS
+from tiny import tiny_config, tiny_model
 
+from attention import load
+from attention.encoded_forward import rounding_cache, store_encoded
+from attention.formats import FORMATS
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES
 from convert.healing import loss as module
-from convert.healing.loss import chunks, distance, distances, measured
+from convert.healing.loss import Distillation, chunks, distance, distances, hidden_states, logits_of, measured
 
 VOCABULARY = 11
 
@@ -20,16 +32,18 @@ def whole(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(found.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none").sum()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * VOCABULARY)  # three tokens at a time
 
 
+@pytest.mark.usefixtures("small_spans")
 def test_spans_cover_all_tokens_once() -> None:
     assert chunks(7, VOCABULARY) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert chunks(2, 10**9) == [slice(0, 1), slice(1, 2)]
 
 
+@pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("ce", [0.0, 0.5])
 def test_value_and_gradients_are_those_of_all_logits_at_once(ce: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -55,6 +69,7 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(ce: float) -> None:
     torch.testing.assert_close(slopes, (hidden.grad, weight.grad))
 
 
+@pytest.mark.usefixtures("small_spans")
 def test_gradients_are_those_of_finite_differences() -> None:
     weight, teacher = logits(2, 5).T.contiguous(), logits(1)
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
@@ -71,6 +86,7 @@ def test_a_model_is_at_no_distance_from_itself() -> None:
     assert float(distances(same, same).abs().max()) < 1e-12
 
 
+@pytest.mark.usefixtures("small_spans")
 def test_tokens_are_measured_in_both_models() -> None:
     teacher, student, targets = logits(0), logits(1), torch.arange(7)
     found = measured(student, lambda h: h, lambda chunk: teacher[chunk], targets, VOCABULARY)
@@ -78,3 +94,81 @@ def test_tokens_are_measured_in_both_models() -> None:
     for losses, model in ((found[:, 1], student), (found[:, 2], teacher)):
         expected = torch.nn.functional.cross_entropy(model, targets, reduction="none").double()
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
+
+
+def ids_for(model: Any) -> torch.Tensor:
+    return torch.randint(4, model.config.get_text_config().vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_the_parts_are_the_whole(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type)).eval()
+    ids = ids_for(model)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        parts = logits_of(model, hidden_states(model, ids).flatten(0, 1))
+    torch.testing.assert_close(parts, whole.flatten(0, 1).float(), rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(model.get_decoder())
+
+
+def test_a_result_in_a_class_of_our_own(results: Callable[[str], Path]) -> None:
+    model = load(results("gpt2 mla"), dtype=torch.float32).eval()
+    ids = ids_for(model)
+    with torch.no_grad():
+        parts = logits_of(model, hidden_states(model, ids).flatten(0, 1))
+        torch.testing.assert_close(parts, model(ids, use_cache=False).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reach_hidden_states_through_the_class_head() -> None:
+    model = tiny_model(tiny_config("gemma2")).eval()
+    hidden = hidden_states(model, ids_for(model)).flatten(0, 1).detach().requires_grad_(True)
+    logits_of(model, hidden).square().sum().backward()
+    slopes, hidden.grad = hidden.grad, None
+    cap = model.config.final_logit_softcapping
+    (cap * torch.tanh(model.lm_head(hidden) / cap)).square().sum().backward()
+    torch.testing.assert_close(slopes, hidden.grad)
+
+
+@pytest.mark.parametrize(("tied", "ce"), [(False, 0.0), (True, 0.5)])
+def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: float) -> None:
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
+    ids = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2))
+    Distillation(student, teacher, ce, WORDS)(ids).backward()
+    found = {name: p.grad for name, p in student.named_parameters()}
+    student.zero_grad()
+    logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    loss = (expected.exp() * (expected - logits)).sum()
+    loss = loss + ce * torch.nn.functional.nll_loss(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    for name, parameter in student.named_parameters():
+        assert parameter.grad is not None
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_the_students_cache_is_read_rounded(form: str) -> None:
+    config = tiny_config("llama")
+    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
+    ids, spec = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2)), AttentionSpec.from_config(config)
+    through = Distillation(student, teacher, 0.0, WORDS, partial(rounding_cache, FORMATS[form], spec))
+    found = through(ids, measures=True)[:, 0]
+    expected = teacher(ids).logits[:, :-1].log_softmax(-1)
+    with torch.no_grad():
+        logits = store_encoded(student.eval(), form)(ids).logits[:, :-1].log_softmax(-1)
+    distances = (expected.exp() * (expected - logits)).sum(-1).mean(1)
+    torch.testing.assert_close(found.float(), distances, rtol=1e-5, atol=0)
+
+
+def test_gradients_in_bfloat16_are_about_those_in_fp32() -> None:
+    config = tiny_config("llama")
+    ids, slopes = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
+        Distillation(student, teacher, 0.0, WORDS, dtype=dtype)(ids).backward()
+        slopes.append(torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None]))
+    assert slopes[1].dtype is torch.float32
+    assert not torch.equal(*slopes), "or it was not used"
+    assert float((slopes[0] - slopes[1]).norm()) < 0.03 * float(slopes[0].norm())

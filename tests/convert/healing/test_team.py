@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 from forked import Done, run_team
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from attention.errors import Refusal
-from convert import Healing, heal, mla, mqa
-from convert.healing import models, team
+from convert import Healing, heal
+from convert.healing import team
 from convert.healing.team import join, shards
 
-OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"tokens": 640, "context": 16, "batch_tokens": 64, "device": "cpu"}
 SCRIPTS = {"ddp": "stopping.py", "fsdp": "fsdp_on_cpu.py"}
 PLAN: Any = SimpleNamespace(device="cpu")
-Make = Callable[..., Path]
 
 
 def launch(kind: str, converted: Path, output: Path, *options: Any, **environment: str) -> Done:
@@ -47,39 +46,33 @@ def assert_same(launched: Done, two: Path, one: Healing) -> None:
 
 
 @pytest.mark.launch
-def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one_with_the_same_batch(converted: Path, text: Path, tmp_path: Path) -> None:
     """One writes a part of the text, and LoRA trains."""
-    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
     given: tuple[Any, ...] = ("--lr", "3e-3", "--train", "lora")
     given += ("--text", text, "--text", "self", "--text-shares", "3,1")
-    launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", *given)
-    assert launched.stderr.count("info: step 20:") == 1
-    one = heal(tmp_path / "mqa", tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", **OPTIONS)
+    launched = launch("ddp", converted, tmp_path / "two", *given)
+    assert launched.stderr.count("info: step 10:") == 1
+    one = heal(converted, tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", **OPTIONS)
     assert_same(launched, tmp_path / "two", one)
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+def test_sharded_processes_are_one_with_the_same_batch(results: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
     """All weights train, at a rate of three: a tied head, a latent with constants, padding. Stopped, it goes on under DDP."""
-    source = checkpoint("llama", tie_word_embeddings=True)
-    mla(source, tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
-    before = load_file(tmp_path / "mla" / "model.safetensors")
-    for name in (name for name in before if name.endswith("o_proj.weight")):
-        before[name] *= 1.3  # something to heal
-    save_file(before, tmp_path / "mla" / "model.safetensors")
+    path = results("padded")
     given = ("--text", text, "--train", "all", "--checkpointing", "--micro-batch-tokens", 16)  # steps in two parts
     given += ("--tokens", 9600)  # enough to try rates
-    stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
+    stopped = launch("fsdp", path, tmp_path / "two", *given, STOP_AT="20")  # behind the trials
     assert stopped.returncode != 0
     assert "with --resume finishes the healing" in stopped.stderr
-    resumed = launch("ddp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
+    resumed = launch("ddp", path, tmp_path / "two", *given, "--resume")
     assert "info: step 15:" not in resumed.stderr
-    one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
+    one = heal(path, tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
     assert_same(resumed, tmp_path / "two", one)
     tried = json.loads(resumed.stdout)["conversion"]["healing"]["rates_tried"]
     assert tried == pytest.approx(one.provenance["healing"]["rates_tried"], rel=1e-3)
-    after = load_file(tmp_path / "two" / "model.safetensors")
+    before, after = (load_file(where / "model.safetensors") for where in (path, tmp_path / "two"))
     for name, gain in ((name, weight) for name, weight in before.items() if name.endswith("kv_a_layernorm.weight")):
         down, bias = (name.replace("kv_a_layernorm.weight", f"kv_a_proj_with_mqa.{part}") for part in ("weight", "bias"))
         assert torch.equal(after[name], gain)
@@ -109,23 +102,16 @@ def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: py
     assert found == [(True, 8, 1), (True, 16, 2)]
 
 
-def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_were_not_tried_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(Refusal, match="healing does not support FSDP 1"):
         join(PLAN)
     monkeypatch.setenv("FSDP_VERSION", "2")
-    for setting in ("fsdp_activation_checkpointing", "fsdp_offload_params"):
-        monkeypatch.setenv(setting.upper(), "true")
-        with pytest.raises(Refusal, match=f"healing does not support {setting}"):
+    for setting, says in team._UNTRIED.items():
+        monkeypatch.setenv(setting, "true")
+        with pytest.raises(Refusal, match=f"healing does not support {says[0]}"):
             join(PLAN)
-        monkeypatch.delenv(setting.upper())
-
-
-def test_deepspeed_is_refused(checkpoint: Make, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(Refusal, match="healing does not support DeepSpeed"):
-        heal(tmp_path / "mqa", tmp_path / "out", text=text, **OPTIONS)
+        monkeypatch.delenv(setting)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +128,3 @@ def test_cpus_compute_in_bfloat16_where_it_is_faster(
     monkeypatch.setattr(team, "rough", lambda device: multiplies)
     plan: Any = SimpleNamespace(device="cpu", converted=SimpleNamespace(decoder=SimpleNamespace(hidden_size=width)))
     assert team.computes_in(plan) is expected
-
-
-def test_passes_in_bfloat16_heal_as_those_in_fp32_do(
-    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    curves = []
-    for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(models, "computes_in", lambda plan, dtype=dtype: dtype)
-        found = heal(tmp_path / "mqa", tmp_path / str(dtype), text=text, lr=1e-3, **OPTIONS)
-        curves.append([point["kl"] for point in found.curve])
-        assert {weight.dtype for weight in load_file(tmp_path / str(dtype) / "model.safetensors").values()} == {torch.float32}
-    assert curves[0] != curves[1]  # or it was not used
-    assert curves[1] == pytest.approx(curves[0], rel=0.02)
-    assert curves[1][-1] < curves[1][0]

@@ -1,96 +1,145 @@
-"""Texts to heal on: what the teacher writes, alone and beside files, written once and read again."""
+"""Texts to heal on: which blocks are held out, in which order the others come, and what the teacher writes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
-from written import same_but_for_the_run
+from tiny import save_tokenizer
 
-from attention.errors import Interrupted
-from convert import heal
-from convert.calibration import own_text as writing
-
-SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu"}
-OPTIONS = [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", value)]
-Convert = Callable[..., Any]
+from attention.errors import Failure
+from convert import Healing, heal
+from convert.healing.texts import TrainingText, TrainingTexts, held_out, turn
+from eval.inputs.text import OWN_TEXT, Tokens
 
 
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("it is not written again")
+def tokens(count: int) -> Tokens:
+    return Tokens("a text", torch.arange(count), count, 1.0, None)
 
 
-def test_without_text_the_teacher_writes_it(
-    converted: Path, tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 400), st.integers(1, 5), st.integers(1, 10**6))
+def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wanted: int) -> None:
+    if blocks < batch + 1 + blocks // 8:
+        return
+    text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
+    assert sorted(torch.cat((text.parts[0], text.held_out)).tolist()) == list(range(blocks))
+    assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
+    assert len(text.held_out) == max(1, blocks // 8)  # these blocks are so short that all of them are 2048 tokens at most
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "wanted", "count"),
+    [
+        (10**6, 512, 10**9, 64),  # 32768 tokens, however long the training is
+        (10**6, 512, 10**6, 39),  # a fiftieth of it
+        (10**4, 512, 2000, 4),  # 2048 tokens, however short it is,
+        (40, 2048, 2000, 1),
+        (16, 512, 2000, 2),  # but an eighth of the text at most
+        (3, 512, 2000, 1),
+    ],
+)
+def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: int, count: int) -> None:
+    assert held_out(blocks, context, wanted) == count
+
+
+def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
+    text = TrainingText.of([(tokens(40), 1.0), (tokens(20), 1.0)], 4, 10**6, 1, replace(tokens(13), ids=100 + torch.arange(13)))
+    assert [part.tolist() for part in text.parts] == [list(range(10)), list(range(10, 15))]
+    assert text.blocks[text.held_out, 0].tolist() == [100, 104, 108]
+    assert text.tokens.name == "a text and a text"
+
+
+def test_every_pass_sees_every_block_once_in_another_order() -> None:
+    text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
+    assert len(text.parts[0]) == 10
+    order = text.order(30, seed=5).tolist()  # three passes
+    passes = [order[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(one) == text.parts[0].tolist() for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert text.order(12, seed=5).tolist() == order[:12]
+    assert text.order(30, seed=6).tolist() != order
+    assert text.passes(10, 3) == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 200))
+def test_texts_take_turns_by_their_shares(shares: list[float], indices: int) -> None:
+    turns = [turn(index, shares) for index in range(indices)]
+    for i, share in enumerate(shares):
+        counts = [number for text, number in turns if text == i]
+        assert counts == list(range(len(counts))), "no block of a text is left out"
+        assert abs(len(counts) - indices * share / sum(shares)) < len(shares)
+
+
+def test_several_texts_are_cut_and_held_out_apart() -> None:
+    first, second = tokens(4 * 11 + 3), Tokens("another", 1000 + torch.arange(4 * 4), 16, 1.0, None)
+    text = TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 2)
+    assert text.tokens.name == "a text and another"
+    assert text.blocks.shape == (15, 4)
+    assert [len(part) for part in text.parts] == [10, 3]
+    drawn = text.order(40, seed=5)
+    of_second = drawn[text.blocks[drawn, 0] >= 1000]
+    assert len(of_second) == 30, "three of four"
+    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].tolist() for i in range(0, 30, 3))
+    assert not set(drawn.tolist()) & set(text.held_out.tolist())
+    assert text.passes(20, 2) == 10
+    with pytest.raises(Failure, match="a text and another has 15 blocks of 4 tokens; a step takes 14, beside 2 held out"):
+        TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 14)
+    with pytest.raises(Failure, match="another has 1 blocks of 4 tokens, too few to hold one out"):
+        TrainingText.of([(first, 1.0), (Tokens("another", torch.arange(4), 4, 1.0, None), 1.0)], 4, 10**6, 1)
+
+
+def test_a_text_shorter_than_a_step_is_named() -> None:
+    with pytest.raises(Failure, match=r"a text has 4 blocks of 4 tokens; a step takes 4, beside 1 held out") as error:
+        TrainingText.of([(tokens(17), 1.0)], 4, 10**6, 4)
+    assert "--batch-tokens" in str(error.value.hint)
+
+
+def test_what_the_teacher_writes_is_kept_and_named(healed: Healing) -> None:
+    own, file = healed.provenance["healing"]["texts"]
+    assert (own["text"], own["share"], own["hash"]) == ("the teacher's own text", 1, None)
+    assert (file["text"], file["share"], file["hash"].partition(":")[0]) == ("train.txt", 3, "sha256")
+    assert healed.provenance["healing"]["text"] == "the teacher's own text and train.txt"
+    assert load_file(healed.output / OWN_TEXT)["ids"].shape == (11, 16), "a quarter of 40, and one to judge by"
+    assert "--text self" in (healed.output / "README.md").read_text()
+
+
+def test_it_is_read_again_where_its_file_is_given(
+    healed: Healing, converted: Path, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    planned = convert("heal", converted, out, *OPTIONS, "--dry-run", "--json")
-    assert json.loads(planned.stdout)["passes"] == 1.0
-    done = convert("heal", converted, out, *OPTIONS)
-    assert done.exit_code == 0, done.output
-    provenance = json.loads((out / "conversion.json").read_text())["healing"]
-    assert provenance["texts"] == [{"text": "the teacher's own text", "share": 1.0, "hash": None}]
-    assert provenance["after"]["kl"] < provenance["before"]["kl"]
-    ids = load_file(out / "calibration" / "own-text.safetensors")["ids"]
-    assert ids.shape == (91, 16), "80 rows to train on, and an eighth to judge by"
-    assert "--text self" in (out / "README.md").read_text()
-    monkeypatch.setattr("convert.healing.run.own_text", never)
-    finished = convert("heal", converted, out, *OPTIONS, "--resume")
-    assert "is finished already" in finished.stderr
-    again = convert("run", out, tmp_path / "again")
-    assert again.exit_code == 0, again.output
-    same_but_for_the_run(out, tmp_path / "again")
-    twice = convert("run", tmp_path / "again", tmp_path / "twice")
-    assert twice.exit_code == 0, twice.output
-    same_but_for_the_run(out, tmp_path / "twice")
+    given = {"text": healed.output / OWN_TEXT, "dry_run": True} | sizes
+    texts = TrainingTexts.read(heal(converted, tmp_path / "out", **given).plan)
+    assert texts.rows_to_write == 0
+    assert torch.equal(texts.known.blocks, load_file(healed.output / OWN_TEXT)["ids"].long())
 
 
-def test_stopped_while_it_writes_and_resumed(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "ROWS", 16)
-    heal(converted, tmp_path / "whole", **SIZES)
-    sampled, calls = writing._Writer.written, []
-
-    def stopped(self: Any, first: int, chances: torch.Tensor) -> torch.Tensor:
-        calls.append(first)
-        if first == 32:
-            raise KeyboardInterrupt
-        return sampled(self, first, chances)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writing._Writer, "written", stopped)
-        with pytest.raises(Interrupted):
-            heal(converted, tmp_path / "out", **SIZES)
-    calls.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            writing._Writer, "written", lambda self, first, chances: calls.append(first) or sampled(self, first, chances)
-        )
-        heal(converted, tmp_path / "out", resume=True, **SIZES)
-    assert calls == [32, 48, 64, 80], "what was written is not written again"
-    same_but_for_the_run(tmp_path / "whole", tmp_path / "out")
+def test_without_text_the_teacher_writes_all_of_it(converted: Path, sizes: dict[str, Any], tmp_path: Path) -> None:
+    planned = heal(converted, tmp_path / "out", dry_run=True, **sizes)
+    assert planned.passes == 1.0
+    assert TrainingTexts.read(planned.plan).rows_to_write == 45, "40 rows to train on, and an eighth to judge by"
 
 
-def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Path, convert: Convert) -> None:
-    out, given = tmp_path / "out", ("--text", "self", "--text", text, "--text-shares", "1,3")
-    done = convert("heal", converted, out, *OPTIONS, *given)
-    assert done.exit_code == 0, done.output
-    provenance = json.loads((out / "conversion.json").read_text())
-    own, file = provenance["healing"]["texts"]
-    assert (own["share"], own["hash"], file["text"], file["share"]) == (1.0, None, "train.txt", 3.0)
-    assert provenance["healing"]["text"] == "the teacher's own text and train.txt"
-    written = load_file(out / "calibration" / "own-text.safetensors")["ids"]
-    assert len(written) == 22, "a quarter of 80, and an eighth to judge by"
-    assert "is finished already" in convert("heal", converted, out, *OPTIONS, *given, "--resume").stderr
-    (tmp_path / "other.txt").write_text("another text " * 100)
-    other = convert("heal", converted, out, *OPTIONS, *given[:3], tmp_path / "other.txt", *given[4:], "--resume")
-    assert "was made by another command, or of others" in other.stderr
-    for others in (("--text", "self", "--text", text, "--text-shares", "3,1"), ("--text", text, "--text", "self")):
-        done = convert("heal", converted, out, *OPTIONS, *others, "--resume")
-        assert done.exit_code == 2, "other shares, another order"
-    again = heal(converted, tmp_path / "again", text={"self": 1, text: 3}, **SIZES)
-    assert again.provenance["healing"]["text_hash"] == provenance["healing"]["text_hash"]
+@pytest.mark.parametrize(
+    ("size", "texts", "says"),
+    [
+        (64, None, "make other tokens of the same text"),
+        (0, ["too short"], "has 0 blocks of 16 tokens, too few to hold one out"),
+    ],
+)
+def test_texts_that_cannot_be_trained_on_are_refused(
+    size: int, texts: list[str] | None, says: str, converted: Path, text: Path, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(converted, tmp_path / "mqa"))
+    if size:
+        save_tokenizer(path, size)
+    with pytest.raises(Failure, match=says):
+        heal(path, tmp_path / "out", text=texts or text, **sizes)
+    assert not (tmp_path / "out.partial").exists()

@@ -1,36 +1,126 @@
-"""LoRA beside the weights of a student: it begins as the student, and its products are written into the matrices."""
+"""What trains and what stays; gradients through a neutral norm are those of no norm; LoRA begins as the student."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from tiny import random_model, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
-from attention.errors import Refusal
-from convert import heal, mla, mqa
-from convert.healing.student import trained
-from convert.healing.trainable import Adapted
+from attention.reference import latent_attention
+from convert.families import FAMILIES, family_of
+from convert.families.neutral import constants
+from convert.healing.plan import named
+from convert.healing.trainable import Adapted, compute_layers_again, fixed, trained
 from convert.planning.base import readable
 from eval.inputs.source import Source
 
-SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 1e-3, "device": "cpu", "train": "lora"}
+LAYER = "model.layers.0.self_attn."
 IDS = torch.arange(4, 60).view(2, 28)
-Make = Callable[..., Path]
+Results = Callable[[str], Path]
 
 
-def converted(kind: str, checkpoint: Make, where: Path) -> Path:
-    source, _, target = kind.partition(" ")
-    if target == "mla":
-        mla(checkpoint(source), where, kv_lora_rank=24, method="svd", **({} if source == "gpt2" else {"qk_rope_head_dim": 8}))
-    else:
-        mqa(checkpoint(kind), where, method="mean")
-    return where
+def latent_model(**changes: Any) -> Any:
+    return tiny_model(tiny_config("deepseek_v3", **changes))
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_attention_and_the_norms_before_it_train(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    family = family_of(model_type).of(model.config)
+    names = trained(model, named(model, family, 3, "attention"))
+    assert all(f"{family.module(layer)}." in " ".join(names) for layer in range(3))
+    others = [name for name in names if not any(name.startswith(f"{family.module(layer)}.") for layer in range(3))]
+    norms = {norm.name for layer in range(3) if (norm := family.input_norm(layer)) is not None}
+    assert {name.rpartition(".")[0] for name in others} == norms
+    assert set(names) <= set(trained(model, named(model, family, 3, "all")))
+
+
+def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
+    model = latent_model()
+    rank, count = 16, len(constants(16))
+    still = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    assert set(still) == {"kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "kv_a_layernorm.weight"}
+    rows = still["kv_a_proj_with_mqa.weight"]
+    assert rows.shape == (rank + 8, 64)
+    assert rows[:count].all()
+    assert not rows[count:].any()
+    assert still["kv_a_proj_with_mqa.bias"].tolist() == [True] * rank + [False] * 8  # the RoPE key has biases
+    names = trained(model, named(model, family_of("deepseek_v3").of(model.config), 3, "attention"))
+    assert f"{LAYER}kv_a_layernorm.weight" not in names
+    assert f"{LAYER}kv_a_proj_with_mqa.bias" in names
+
+
+def test_constants_stay_beside_channels_with_biases() -> None:
+    model = latent_model()
+    count = len(constants(16))
+    down = model.get_submodule(f"{LAYER}kv_a_proj_with_mqa")
+    with torch.no_grad():
+        down.bias[count] = 0.1
+    still = fixed(model)
+    assert still[f"{LAYER}kv_a_proj_with_mqa.weight"][:count].all()
+    assert still[f"{LAYER}kv_a_proj_with_mqa.bias"].tolist() == [True] * count + [False] + [True] * (15 - count) + [False] * 8
+
+
+def test_a_norm_that_does_something_trains() -> None:
+    model = random_model(tiny_config("deepseek_v3"))
+    assert fixed(model) == {}
+    assert f"{LAYER}kv_a_layernorm.weight" in trained(model, named(model, family_of("deepseek_v3"), 3, "attention"))
+
+
+def test_queries_that_carry_biases_keep_their_latent() -> None:
+    model = latent_model(q_lora_rank=80)
+    still = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    assert still["q_a_proj.weight"].all()  # an identity
+    assert still["q_a_proj.bias"].all()
+    assert still["q_a_layernorm.weight"].all()
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # the family looks whether the norm is neutral
+def test_gradients_through_a_neutral_norm_are_the_references() -> None:
+    """The reference has no norm, and no constants. The class computes cosines, norms and softmax in fp32."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    model = latent_model().double()
+    attention, config = model.model.layers[0].self_attn, model.config
+    x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mask = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    direction = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    out = attention(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(6)[None]), mask)[0]
+    (out * direction).sum().backward()
+    found = {name: p.grad for name, p in attention.named_parameters()}
+
+    family = family_of("deepseek_v3").of(config)
+    leaves = {name: p.detach().clone().requires_grad_(True) for name, p in attention.named_parameters()}
+    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, 0)
+    (latent_attention(x, record) * direction).sum().backward()
+    masks = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    for name, gradient in found.items():
+        still = masks.get(name, torch.zeros_like(gradient, dtype=torch.bool))
+        expected = leaves[name].grad
+        if bool(still.all()) or expected is None:
+            continue
+        largest = float(expected.masked_fill(still, 0).abs().max())
+        torch.testing.assert_close(
+            gradient.masked_fill(still, 0),
+            expected.masked_fill(still, 0),
+            rtol=0,
+            atol=1e-5 * largest,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+@pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "biogpt", "xglm", "gpt_neox", "falcon"])
+def test_nothing_is_dropped(model_type: str) -> None:
+    keys = ("dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "activation_dropout")
+    model = random_model(tiny_config(model_type, **dict.fromkeys(keys, 0.5))).eval()
+    compute_layers_again(model)
+    ids = torch.arange(4, 20)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def loaded(path: Path) -> Any:
@@ -39,14 +129,13 @@ def loaded(path: Path) -> Any:
 
 def adapted(path: Path, rank: int = 4) -> tuple[Any, Adapted, list[str]]:
     model = loaded(path)
-    names = trained(model, readable(Source.parse(str(path), True)), 3, "lora")
+    names = trained(model, named(model, readable(Source.parse(str(path), True)), 3, "lora"))
     return model, Adapted(model, names, rank, 0), names
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama mla", "qwen2 mla", "gpt2", "gpt2 mla", "gpt_neox", "qwen3 mla"])
-def test_its_products_are_written_into_the_matrices(kind: str, checkpoint: Make, tmp_path: Path) -> None:
-    path = converted(kind, checkpoint, tmp_path / "converted")
-    plain, (model, what, names) = loaded(path), adapted(path)
+@pytest.mark.parametrize("kind", ["mqa", "mla", "qwen2 mla", "gpt2 mqa", "gpt2 mla", "gpt_neox mqa", "qwen3 mla"])
+def test_its_products_are_written_into_the_matrices(kind: str, results: Results) -> None:
+    plain, (model, what, names) = loaded(results(kind)), adapted(results(kind))
     with torch.no_grad():
         start = model(IDS, use_cache=False).logits
         assert torch.equal(start, plain(IDS, use_cache=False).logits)
@@ -66,58 +155,11 @@ def test_its_products_are_written_into_the_matrices(kind: str, checkpoint: Make,
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits, rtol=0, atol=1e-6)
 
 
-def test_every_matrix_of_attention_has_a_gradient(checkpoint: Make, tmp_path: Path) -> None:
-    model, _, names = adapted(converted("llama mla", checkpoint, tmp_path / "converted"))
+def test_every_matrix_of_attention_has_a_gradient(results: Results) -> None:
+    model, _, names = adapted(results("mla"))
     model(IDS, use_cache=False).logits.square().sum().backward()
     of_b = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert len(of_b) == sum(
-        parameter.ndim == 2 for name, parameter in loaded(tmp_path / "converted").named_parameters() if name in names
+        parameter.ndim == 2 for name, parameter in loaded(results("mla")).named_parameters() if name in names
     )
     assert all(grad is not None and bool(grad.any()) for grad in of_b.values())
-
-
-def test_it_comes_closer_and_keeps_constants(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    path = converted("llama mla", checkpoint, tmp_path / "mla")
-    before = load_file(path / "model.safetensors")
-    for name in (name for name in before if name.endswith("o_proj.weight")):
-        before[name] *= 1.3  # something to heal
-    save_file(before, path / "model.safetensors")
-    done = heal(path, tmp_path / "out", text=text, **SIZES)
-    assert done.provenance["healing"]["after"]["kl"] < 0.9 * done.provenance["healing"]["before"]["kl"]
-    assert done.provenance["recipe"]["heal"]["lora_rank"] == 16
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(after) == set(before)
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert changed
-    assert all("self_attn" in name or "input_layernorm" in name for name in changed)
-    for name, gain in ((name, weight) for name, weight in before.items() if name.endswith("kv_a_layernorm.weight")):
-        down, bias = (name.replace("kv_a_layernorm.weight", f"kv_a_proj_with_mqa.{part}") for part in ("weight", "bias"))
-        assert torch.equal(after[name], gain)
-        assert torch.equal(after[bias][: len(gain)], before[bias][: len(gain)])
-        assert not after[down][: len(gain)][gain == 0].any()
-        assert down in changed
-
-
-def test_padding_of_a_latent_stays(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
-    before = load_file(tmp_path / "mla" / "model.safetensors")
-    for name in (name for name in before if name.endswith("o_proj.weight")):
-        before[name] *= 1.3  # something to heal
-    save_file(before, tmp_path / "mla" / "model.safetensors")
-    heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 1e-3}))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    name = "model.layers.0.self_attn.kv_b_proj.weight"
-    unread = ~before[name].any(0)
-    assert unread.any()
-    assert not after[name][:, unread].any()
-    assert not torch.equal(after[name], before[name])
-
-
-def test_what_it_needs_is_named(checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = converted("llama", checkpoint, tmp_path / "mqa")
-    with pytest.raises(Refusal, match="--lora-rank 4 is for --train lora, not all"):
-        heal(path, tmp_path / "out", text=text, dry_run=True, lora_rank=4, **(SIZES | {"train": "all"}))
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Refusal, match="needs peft") as error:
-        heal(path, tmp_path / "out", text=text, dry_run=True, **SIZES)
-    assert "kvfold[lora]" in str(error.value.hint)

@@ -1,9 +1,8 @@
-"""Steps: gradients are those of plain logits, a step is one of AdamW, rates follow the schedule, and what is fixed stays."""
+"""Steps: one is that of AdamW, however it is divided; rates follow the schedule, and what is fixed stays."""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
 
-from attention.encoded_forward import store_encoded
-from attention.formats import FORMATS
-from attention.rounded import rounding_cache
-from attention.spec import AttentionSpec
 from convert.families import family_of
-from convert.healing.batches import TrainingText
-from convert.healing.student import fixed, trained
-from convert.healing.trainable import Trainable
-from convert.healing.trainer import Distillation, HealingTrainer, share
+from convert.healing.loss import Distillation
+from convert.healing.plan import named
+from convert.healing.texts import TrainingText
+from convert.healing.trainable import Trainable, compute_layers_again, fixed, trained
+from convert.healing.trainer import HealingTrainer, NotFinite, share
 from eval.inputs.text import Tokens
 
 
@@ -29,51 +25,17 @@ def text(vocabulary: int = 96) -> TrainingText:
     return TrainingText.of([(Tokens("random", ids, len(ids), 1.0, None), 1.0)], 16, 10**6, 4)
 
 
-def trainer(student: Any, teacher: Any, directory: Path) -> HealingTrainer:
-    names = trained(student, family_of(student.config.model_type).of(student.config), 3, "attention")
+def trainer(student: Any, teacher: Any, directory: Path, micro_batch: int = 2) -> HealingTrainer:
+    names = trained(student, named(student, family_of(student.config.model_type).of(student.config), 3, "attention"))
     what = Trainable(student.requires_grad_(False), names)
     module = Distillation(student, teacher.requires_grad_(False), 0.0, VOCABULARY)
     plan: Any = SimpleNamespace(
-        batch=4, micro_batch=2, context=16, seed=0, device="cpu", output=SimpleNamespace(path=directory)
+        batch=4, micro_batch=micro_batch, context=16, seed=0, device="cpu", output=SimpleNamespace(path=directory)
     )
     return HealingTrainer(plan, text(), module, what, directory)
 
 
 def ignored(tokens: int) -> None: ...
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("ce", [0.0, 0.5])
-def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: float) -> None:
-    config = tiny_config("llama", tie_word_embeddings=tied)
-    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    ids = text().blocks[text().order(4, 0)]
-    Distillation(student, teacher, ce, VOCABULARY)(ids).backward()
-    found = {name: p.grad for name, p in student.named_parameters()}
-    student.zero_grad()
-    logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    loss = (expected.exp() * (expected - logits)).sum()
-    loss = loss + ce * torch.nn.functional.nll_loss(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    loss.backward()
-    for name, parameter in student.named_parameters():
-        assert parameter.grad is not None
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_the_students_cache_is_read_rounded(form: str) -> None:
-    config = tiny_config("llama")
-    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    ids, spec = text().blocks[text().order(4, 0)], AttentionSpec.from_config(config)
-    through = Distillation(student, teacher, 0.0, VOCABULARY, partial(rounding_cache, FORMATS[form], spec))
-    found = through(ids, measures=True)[:, 0]
-    expected = teacher(ids).logits[:, :-1].log_softmax(-1)
-    with torch.no_grad():
-        logits = store_encoded(student.eval(), form)(ids).logits[:, :-1].log_softmax(-1)
-    distances = (expected.exp() * (expected - logits)).sum(-1).mean(1)
-    torch.testing.assert_close(found.float(), distances, rtol=1e-5, atol=0)
 
 
 def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens(tmp_path: Path) -> None:
@@ -100,6 +62,40 @@ def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens(tmp_path: Path) -> Non
     assert stepping.state.log_history[-1]["train_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, weight in stepping.weights().items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def llamas(directory: Path, micro_batch: int = 2) -> HealingTrainer:
+    config = tiny_config("llama")
+    return trainer(tiny_model(config, 1), tiny_model(config, 2), directory, micro_batch)
+
+
+def assert_alike(found: HealingTrainer, expected: HealingTrainer, tolerance: float) -> None:
+    for name, weight in expected.weights().items():
+        torch.testing.assert_close(found.weights()[name], weight, rtol=0, atol=tolerance, msg=name)
+
+
+def test_parts_of_a_step_and_layers_computed_again_give_what_the_whole_step_gives(tmp_path: Path) -> None:
+    whole, parts, again = llamas(tmp_path, 4), llamas(tmp_path, 1), llamas(tmp_path, 4)
+    compute_layers_again(again.model.student)
+    for stepping in (whole, parts, again):
+        stepping.run(2, 1e-3, ignored)
+    assert_alike(parts, whole, 1e-5)
+    assert_alike(again, whole, 1e-5)
+
+
+def test_steps_that_are_not_finite_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients must not get into others, once the weights are restored."""
+    stepping, plain, compute = llamas(tmp_path), llamas(tmp_path), HealingTrainer.compute_loss
+    weights = stepping.weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(HealingTrainer, "compute_loss", lambda self, *given, **named: compute(self, *given, **named) * torch.nan)
+        with pytest.raises(NotFinite, match="the norm of the gradients is nan at step 1") as error:
+            stepping.run(2, 1e-2, ignored)
+    assert "--lr" in str(error.value.hint)
+    stepping.restore(weights)
+    for one in (stepping, plain):
+        one.run(2, 1e-3, ignored)
+    assert_alike(stepping, plain, 0)
 
 
 def test_what_is_fixed_stays_under_all_steps(tmp_path: Path) -> None:

@@ -55,24 +55,7 @@ def test_channels_are_as_large_as_they_count() -> None:
         assert float(matrix.diagonal().max()) < 4 * float(matrix.diagonal().mean())
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "int3"])
-def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) -> None:
-    a, x, statistics = uneven()
-
-    def cost(b: FactoredAttention) -> float:
-        cached = x @ b.down.T
-        error = (decode(encode(cached, FORMATS[form], 64), FORMATS[form], 64, torch.float32) - cached).flatten(0, 1).double()
-        _, weight = balancing._moments(b, statistics)
-        return float(((error @ weight) * error).sum())
-
-    found = balanced(a, statistics)
-    turn = torch.linalg.qr(torch.randn(len(a.down), len(a.down), generator=torch.Generator().manual_seed(5))).Q
-    turned = replace(a, down=turn @ a.down, up_k=a.up_k @ turn.T, up_v=a.up_v @ turn.T)
-    assert cost(found) < cost(turned) / 2
-    assert cost(found) < cost(a) / 2
-
-
-@pytest.mark.parametrize("form", ["int8", "int4", "q4_0"])
+@pytest.mark.parametrize("form", ["int8", "q4_0"])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_rounding_a_balanced_rope_key_costs_less(form: str, pairing: Pairing) -> None:
     """Pairs of its dims differ in size, as the frequencies of a source do."""
@@ -130,7 +113,7 @@ def test_a_latent_that_its_norm_divides_is_balanced_by_turns_and_gains(biased: b
     assert torch.equal(found.gain.bfloat16().float(), found.gain)
 
 
-@pytest.mark.parametrize("form", ["q8_0", "q4_0", "int4"])
+@pytest.mark.parametrize("form", ["q8_0", "int4"])
 def test_rounding_a_balanced_latent_behind_its_norm_costs_less(form: str) -> None:
     a, x, statistics = divided()
     _, weight = balancing._moments(a, statistics)
@@ -223,13 +206,18 @@ def test_cached_heads_have_a_size_of_about_one() -> None:
         assert 0.3 < float(cached.square().mean().sqrt()) < 3
 
 
-def test_value_dims_that_nothing_reads_stay() -> None:
+def test_heads_and_value_dims_that_are_empty_stay() -> None:
     a, x = lopsided(biased=False), inputs(20)
-    a.o[:, :2, 3], a.v[1, 6:], a.o[:, 2:, 6:] = 0, 0, 0
+    a.o[:, :2, 3], a.v[1, 6:], a.o[:, 2:, 6:], a.k[1] = 0, 0, 0, 0
     found = balanced_heads(a, Blocks.whole(x))
     assert loss(a, found) < 1e-4
     assert not torch.equal(found.v, a.v)
     assert not found.v[1, 6:].any()
+    a.v[0] = 0
+    found = balanced_heads(a, Blocks.whole(x))
+    assert loss(a, found) < 1e-4
+    assert not found.v[0].any()
+    assert not found.k[1].any()
 
 
 def test_gains_that_are_stored_less_one_stay() -> None:
@@ -239,12 +227,3 @@ def test_gains_that_are_stored_less_one_stay() -> None:
     found = balanced_heads(a, Blocks.whole(x))
     assert found.k_norm is a.k_norm
     assert loss(a, found) < 1e-4
-
-
-def test_heads_that_are_empty_stay() -> None:
-    a, x = lopsided(biased=False), inputs(20)
-    a.v[0], a.k[1] = 0, 0
-    found = balanced_heads(a, Blocks.whole(x))
-    assert loss(a, found) < 1e-4
-    assert not found.v[0].any()
-    assert not found.k[1].any()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.methods.blocks import Blocks
@@ -40,6 +40,7 @@ def test_some_rows_are_spread_over_all() -> None:
     assert Blocks.whole(rows(3, 8)).spread(99).rows.tolist() == rows(3, 8).tolist()
 
 
+@settings(max_examples=20)
 @given(count=st.integers(1, 9), tokens=st.integers(1, 5000))
 def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int) -> None:
     text = Blocks.mixed(rows(count, 1024))

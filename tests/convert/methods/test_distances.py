@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from records import record
 
-from convert.methods.distances import assumed_mass, mass
+from attention.scoring import Scoring
+from convert.methods.distances import mass, mass_of
+from convert.methods.statistics import Statistics
 
 FALLING = torch.stack([1 / (1 + torch.arange(64, dtype=torch.float64)) ** power for power in (0.5, 1.0, 2.0)])
 
@@ -48,7 +53,8 @@ def test_heads_that_see_the_first_token_alone_look_nowhere_else() -> None:
 
 
 def test_without_text_attention_falls_off_as_one_over_the_distance() -> None:
-    assert assumed_mass(3, 16, torch.device("cpu")).shape == (3, 16), "no farther than a window"
-    found = assumed_mass(2, None, torch.device("cpu"))
+    a, known = record(2, 1), Statistics.assumed(20)
+    assert mass_of(replace(a, scoring=Scoring(window=16)), known).shape == (2, 16), "no farther than a window"
+    found = mass_of(a, known)
     assert found.shape == (2, 2048)
     torch.testing.assert_close(found[1, 0] / found[1, 9], torch.tensor(10.0).double())

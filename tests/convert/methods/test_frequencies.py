@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import tiny_config
 
 from attention.rope import from_config
@@ -31,20 +27,6 @@ def test_every_layer_counts_the_same_however_large_its_losses() -> None:
     assert pairs_by_loss([single, spread, spread], 1) == (0,)  # 1 : 0.71, the sums being one and not the maxima
 
 
-@settings(deadline=None)
-@given(scales=st.lists(st.floats(1e-20, 1e20), min_size=1, max_size=4), count=st.integers(0, 12), seed=st.integers(0, 99))
-def test_a_layers_scale_changes_nothing(scales: list[float], count: int, seed: int) -> None:
-    tables = [
-        torch.rand(4, 3, generator=torch.Generator().manual_seed(seed + i)).double().sort(-1, descending=True).values
-        for i in range(len(scales))
-    ]
-    found = pairs_by_loss(tables, count)
-    assert found == pairs_by_loss([table * scale for table, scale in zip(tables, scales, strict=True)], count)
-    assert len(found) == count
-    assert list(found) == sorted(found)
-    assert all(found.count(pair) <= 3 for pair in found)
-
-
 def test_equals_are_taken_from_the_first_frequency_on() -> None:
     for count in range(7):
         assert pairs_by_loss([torch.ones(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
@@ -57,17 +39,6 @@ def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
     assert ladders(9, 16) == [tuple(i / 2 for i in range(9)), tuple(range(9))]
     assert ladders(1, 16) == ladders(1, 1) == [(0,)]
     assert ladders(2, 2) == [(0, 0.5), (0, 1)]
-
-
-@given(count=st.integers(1, 40), more=st.integers(0, 40))
-def test_ladders_are_geometric(count: int, more: int) -> None:
-    found = ladders(count, count + more)
-    assert len(set(found)) == len(found) > 0
-    for pairs in found:
-        assert len(pairs) == count
-        assert pairs[0] == 0
-        assert pairs[-1] < count + more
-        assert len({b - a for a, b in pairwise(pairs)}) <= 1
 
 
 def test_a_strided_choice_is_deepseeks_own_rope() -> None:

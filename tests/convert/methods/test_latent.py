@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from factoring import PAIRINGS, energies, every_pair, factor, full_rank
+from factoring import PAIRINGS, energies, every_pair, factor, full_rank, turned_copies
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from records import factored, inputs, loss, measured, measured_behind, random, record, run
@@ -24,31 +24,30 @@ from convert.methods.statistics import Statistics
 
 
 @pytest.mark.parametrize("method", LATENT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 4), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3),
     width=st.integers(3, 40), pairing=st.sampled_from(PAIRINGS), biased=st.booleans(),
-    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+    attention_factor=st.sampled_from([1.0, 1.25]), gains=st.none() | st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@example(
-    groups=4, share=1, pairs=4, nope=0, width=8, pairing="half", biased=True, attention_factor=1.25, seed=0
-)  # MHA, E small
-@example(groups=1, share=4, pairs=2, nope=3, width=40, pairing="interleaved", biased=True, attention_factor=1.25, seed=1)  # MQA
-@example(groups=2, share=2, pairs=3, nope=2, width=40, pairing="half", biased=False, attention_factor=1.0, seed=2)  # GQA
+@example(4, 1, 4, 0, 8, "half", True, 1.25, None, 0)  # MHA, E small
+@example(1, 4, 2, 3, 40, "interleaved", True, 1.25, True, 1)  # MQA
 def test_full_size_is_the_same_function(
     method: str, groups: int, share: int, pairs: int, nope: int, width: int, pairing: Pairing, biased: bool,
-    attention_factor: float, seed: int,
+    attention_factor: float, gains: bool | None, seed: int,
 ) -> None:  # fmt: skip
+    """On text, and without: with the gains of a norm, or without a norm."""
     a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
-    kept = every_pair(a)
-    found = factor(method, a, Allocation(full_rank(a, kept), kept))
+    kept, norm = every_pair(a), random(2, width, seed=seed + 1) if gains else ()
+    known = measured(inputs(width)) if gains is None else Statistics.assumed(width, *norm)
+    found = load_latent(method).factor(a, Allocation(full_rank(a, kept), kept), known)
     assert found.down.shape == (full_rank(a, kept), width)
     assert found.k_rope.shape == (groups * 2 * pairs, width)
     assert loss(a, found) < 1e-5
 
 
 @pytest.mark.parametrize("method", LATENT)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     groups=st.integers(1, 3), share=st.integers(1, 2), pairs=st.integers(0, 3), nope=st.integers(1, 3),
     form=st.sampled_from([("shared", None), ("head", None), ("all", 0.9), ("layer", None), (None, 0.9)]), text=st.booleans(),
@@ -71,17 +70,6 @@ def test_full_size_behind_projections_is_the_same_function(
 
 
 @pytest.mark.parametrize("method", LATENT)
-@pytest.mark.parametrize("name", ["q_bias", "k_bias", "v_bias", "o_bias"])
-def test_each_bias_has_a_place(method: str, name: str) -> None:
-    whole = record(nope=2)
-    a = dataclasses.replace(record(nope=2, biased=False), **{name: getattr(whole, name)})
-    kept = every_pair(a)
-    found = factor(method, a, Allocation(full_rank(a, kept), kept))
-    assert loss(a, found) < 1e-5
-    assert (run(a, inputs(20)) - run(record(nope=2, biased=False), inputs(20))).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("method", LATENT)
 def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follows(method: str) -> None:
     a = record()
     assert a.rotary is not None
@@ -98,7 +86,7 @@ def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follo
 
 
 @pytest.mark.parametrize("method", LATENT)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     groups=st.integers(1, 4), share=st.integers(1, 2), dim=st.integers(1, 6), width=st.integers(3, 40),
     biased=st.booleans(), seed=st.integers(0, 99),
@@ -118,6 +106,21 @@ def test_the_attention_factor_is_in_the_keys_twice() -> None:
     torch.testing.assert_close(scaled.rows, 2.25 * plain.rows)
     torch.testing.assert_close(scaled.bias, 2.25 * plain.bias)
     assert torch.equal(scaled.nope, plain.nope)
+
+
+@pytest.mark.parametrize("method", ["svd", "weighted"])
+@settings(max_examples=10, deadline=None)
+@given(
+    groups=st.integers(2, 4), share=st.integers(1, 2), pairs=st.integers(1, 3), pairing=st.sampled_from(PAIRINGS),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_heads_that_are_turned_copies_need_one_component_each(
+    method: str, groups: int, share: int, pairs: int, pairing: Pairing, attention_factor: float, seed: int
+) -> None:
+    a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
+    kept = tuple(range(pairs))
+    assert pairs_by_loss([energies(a)], pairs) == kept
+    assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
 # ---- less than full size ---------------------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...] = ALL) -> Al
 
 
 @pytest.mark.parametrize("method", LATENT)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     heads=st.integers(1, 4), dim=st.integers(1, 6), pairs=st.integers(1, 4), rank=st.integers(1, 9), value=st.integers(1, 7),
     width=st.integers(3, 30), biased=st.booleans(), text=st.booleans(), seed=st.integers(0, 99),
@@ -177,15 +180,6 @@ def test_a_latent_of_the_sources_size_is_the_same_function(
     assert found.k_rope.shape == (2 * pairs, width)
     assert torch.equal(found.rotary.frequencies, a.rotary.frequencies)
     assert loss(a, found, inputs(width)) < 1e-5
-
-
-@pytest.mark.parametrize("method", LATENT)
-def test_a_smaller_latent_with_every_frequency_loses_less_with_more_rank(method: str) -> None:
-    a = factored(4, 6, 3, 12, 40, value=5)
-    lost = [loss(a, factor(method, a.expanded(), smaller(a, rank))) for rank in (1, 3, 6, 9, 11, 12)]
-    assert lost == sorted(lost, reverse=True)
-    assert lost[-2] > 1e-2
-    assert lost[-1] < 1e-5
 
 
 def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor) -> Attention:
@@ -211,7 +205,7 @@ def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor)
     )
 
 
-@pytest.mark.parametrize("pairs", [(0,), (1,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("pairs", [(1,), (0, 2)], ids=str)
 @pytest.mark.parametrize("method", LATENT)
 def test_fewer_rotary_dims_lose_what_not_rotating_loses_and_nothing_else(method: str, pairs: tuple[int, ...]) -> None:
     """At full rank: true channels, and the dims that do not rotate any more."""
@@ -252,16 +246,6 @@ def test_one_key_at_each_frequency_has_one_component(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", LATENT)
-def test_the_same_record_gives_the_same_bits(method: str) -> None:
-    a = record(groups=4, nope=1, width=30)
-    once, again = (factor(method, a, Allocation(9, (0, 0, 1, 2))) for _ in range(2))
-    for field in dataclasses.fields(once):
-        value = getattr(once, field.name)
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, getattr(again, field.name)), field.name
-
-
-@pytest.mark.parametrize("method", LATENT)
 @pytest.mark.parametrize("width", [8, 40])
 def test_a_constant_input_has_a_singular_moment_and_full_size_stays_exact(method: str, width: int) -> None:
     a, constant = record(groups=2, width=width), inputs(width)[:1, :1].expand(2, 24, width)
@@ -288,25 +272,17 @@ def damaged(a: Attention, what: str) -> Attention:
 
 
 @pytest.mark.parametrize("method", LATENT)
-@pytest.mark.parametrize("width", [10, 40])
-@pytest.mark.parametrize("what", ["dead key", "dead value", "dead query", "dead pair"])
-def test_dead_heads_are_finite_and_exact_at_full_size(method: str, width: int, what: str) -> None:
-    a = damaged(record(groups=3, width=width, biased=False), what)
-    kept = every_pair(a)
-    assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
-    assert torch.isfinite(run(factor(method, a, Allocation(4, (0, 1, 2))), inputs(width))).all()
-
-
-@pytest.mark.parametrize("method", LATENT)
-@pytest.mark.parametrize("what", ["zero k", "zero v"])
-def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
+@pytest.mark.parametrize("what", ["dead key", "dead value", "dead query", "dead pair", "zero k", "zero v"])
+def test_dead_heads_are_finite_and_exact_at_full_size(method: str, what: str) -> None:
     a = damaged(record(groups=3, width=40, biased=False), what)
-    found, x = factor(method, a, Allocation(18, (0, 1, 2))), inputs(40)
-    assert torch.isfinite(run(found, x)).all()
-    if what == "zero k":  # all 18 values fit; with no values nothing is to be seen
-        assert loss(a, found) < 1e-5
+    kept, few = every_pair(a), factor(method, a, Allocation(18, (0, 1, 2)))
+    assert torch.isfinite(run(few, inputs(40))).all()
+    if what == "zero v":
+        assert run(few, inputs(40)).abs().max() < 1e-5
     else:
-        assert run(found, x).abs().max() < 1e-5
+        assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
+    if what == "zero k":  # all 18 values fit
+        assert loss(a, few) < 1e-5
     assert torch.isfinite(energies(a)).all()
     assert len(pairs_by_loss([energies(a)], 3)) == 3
 

@@ -22,7 +22,7 @@ def settle(pursuit: Pursuit) -> torch.Tensor:
     return explained
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     groups=st.integers(1, 3), share=st.integers(1, 2), pairs=st.integers(1, 5), nope=st.integers(0, 2),
     pairing=st.sampled_from(["half", "interleaved"]), biased=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
@@ -72,30 +72,13 @@ def test_atoms_between_frequencies_leave_the_mean_of_what_they_do_not_explain() 
 
 
 def test_a_few_iterations_are_enough_to_choose_by() -> None:
-    for seed in range(5):
+    for seed in range(2):
         keys = keys_of(record(3, 2, 6, 0, 30, seed=seed))
         found, expected = Pursuit.of(keys).explained(), Dense(keys).explained()
         assert (found <= expected * (1 + 1e-9)).all(), "from below"
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
         rough = Pursuit.of(keys, torch.complex64).explained()
         torch.testing.assert_close(rough, expected, rtol=0.05, atol=0)
-
-
-def test_two_keys_at_one_frequency_are_both_found() -> None:
-    a = record(groups=2, share=1, pairs=4, width=30, biased=False)
-    k = a.k.clone().unflatten(1, (2, 4))
-    k[:, :, [0, 1, 3]] = 0
-    keys = keys_of(dataclasses.replace(a, k=k.flatten(1, 2)))
-    pursuit = Pursuit.of(keys)
-    assert pairs_by_pursuit([pursuit], 2) == (2, 2)
-    for pair in (2, 2):
-        pursuit.explained()
-        pursuit.take(pair)
-    settle(pursuit)
-    assert float(pursuit.explained().max()) < 1e-6, "nothing is left"
-    atoms = pursue(keys, (2, 2))
-    found = atoms.coefficients.mT.unsqueeze(-1).mul(atoms.keys[None, :, None]).sum(1)  # [H, L, E + 1]
-    torch.testing.assert_close(found[:, 2], keys.z[:, 2], rtol=1e-4, atol=1e-4)
 
 
 def test_one_atom_serves_frequencies_that_are_next_to_equal() -> None:
@@ -121,15 +104,6 @@ def test_all_layers_share_their_frequencies() -> None:
     assert len(together) == 4
 
 
-def test_the_same_keys_give_the_same_atoms() -> None:
-    keys = keys_of(record(2, 2, 5, 0, 30))
-    once, again = (pairs_by_pursuit([Pursuit.of(keys, torch.complex64)], 4) for _ in range(2))
-    assert once == again
-    first, second = (pursue(keys, once) for _ in range(2))
-    assert torch.equal(first.coefficients, second.coefficients)
-    assert torch.equal(first.keys, second.keys)
-
-
 def test_keys_of_zeros_have_atoms_of_zeros() -> None:
     a = record(2, 2, 3, 0, 20, biased=False)
     keys = keys_of(dataclasses.replace(a, k=torch.zeros_like(a.k)))
@@ -141,11 +115,10 @@ def test_keys_of_zeros_have_atoms_of_zeros() -> None:
     assert not atoms.keys.abs().any()
 
 
-@pytest.mark.parametrize("pairs", [1, 2, 3])
-def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
+def test_a_frequency_that_was_taken_can_be_taken_again() -> None:
     """What the pursuit goes on from is just what was subtracted there; the next key must be found all the same."""
-    for seed in range(40):
-        pursuit = Pursuit.of(keys_of(record(2, 1, pairs, 0, 20, biased=False, seed=seed)))
+    for seed in range(20):
+        pursuit = Pursuit.of(keys_of(record(2, 1, 1 + seed % 3, 0, 20, biased=False, seed=seed)))
         pursuit.take(int(pursuit.explained().argmax()))
         going_on = pursuit.explained()
         anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.importance, pursuit.total, pursuit.atoms).explained()

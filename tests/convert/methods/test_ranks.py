@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latents import same_logits, tokens
-from rows import rows
 from written import damage, edit, left_nothing, ok, refused, weights
 
 from attention import load
@@ -134,7 +133,7 @@ def stock(path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", rows(["llama", "gpt2", "qwen3", "gemma2", "olmo2", "cohere2", "qwen2"]))
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_results_run_alike_in_every_way(
     model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
@@ -166,36 +165,19 @@ def test_results_run_alike_in_every_way(
     same_logits(stock(tmp_path / "again")(ids).logits.detach(), expected, 1e-6)
 
 
-def test_a_layer_that_adds_little_gets_the_least(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
-    source = checkpoint("llama")
-    damage(source, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].mul_(1e-3))
-    ok(convert("mla", source, tmp_path / "out", *ranked("llama"), *on))
-    ranks = json.loads((tmp_path / "out" / "config.json").read_text())["kv_lora_ranks"]
-    assert ranks[1] == min(ranks) == 3
-    assert ranks[0] > 12 < ranks[2]
-
-
-def test_the_same_command_gives_the_same_bytes_and_a_recipe_repeats_it(
+def test_of_a_budget_a_layer_that_adds_little_gets_the_least(
     checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
     source = checkpoint("llama")
-    ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on))
-    provenance = json.loads((tmp_path / "one" / "conversion.json").read_text())
-    ok(convert("run", tmp_path / "one", tmp_path / "two"))
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    said = ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on, "--resume"))
-    assert provenance["kind"] in said.stderr + said.stdout, "a finished run names its ranks"
-
-
-def test_a_budget_is_shared_out_too(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
-    source = checkpoint("llama")
+    damage(source, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].mul_(1e-3))
     ok(convert("mla", source, tmp_path / "out", "--kv-budget", "25%", "--per-layer-ranks", *on))
-    used = json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    ranks, used = provenance["kv_lora_ranks"], provenance["kv_bytes_per_token"]
+    assert ranks[1] == min(ranks) < min(ranks[0], ranks[2])
     assert used["after"] <= used["before"] / 4
 
 
+@pytest.mark.slow  # a model wide enough for ranks of more than one group
 def test_scales_of_groups_count_in_a_budget(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
     """Ranks of 48 and 80 have three groups of up to 64 that share a scale, two ranks of 64 have two."""
     source = checkpoint("llama", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
@@ -204,20 +186,6 @@ def test_scales_of_groups_count_in_a_budget(checkpoint: Make, convert: Convert, 
     provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert len(set(provenance["kv_lora_ranks"])) > 1
     assert provenance["kv_bytes_per_token"]["after"] <= 168
-
-
-def test_refined_and_healed_results_keep_their_ranks(
-    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
-) -> None:
-    source = checkpoint("llama")
-    ok(convert("mla", source, tmp_path / "out", *ranked("llama"), *on, "--refine", 2))
-    healing = ["--text", letters, "--context", 32, "--tokens", 256, "--batch-tokens", 64, "--lr", 1e-3]
-    ok(convert("heal", tmp_path / "out", tmp_path / "healed", *healing))
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "healed"))
-    assert after["kv_lora_ranks"] == before["kv_lora_ranks"]
-    assert {name: t.shape for name, t in weights(tmp_path / "out").items()} == {
-        name: t.shape for name, t in weights(tmp_path / "healed").items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -237,17 +205,27 @@ def test_what_does_not_fit_is_refused(
     left_nothing(convert("mla", checkpoint("llama"), out, *given), 2, message, out)
 
 
-def test_such_a_result_is_not_converted_again(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
-    ok(convert("mla", checkpoint("llama"), tmp_path / "out", *ranked("llama"), *on))
+def test_such_a_result_keeps_its_ranks_and_is_not_converted_again(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    out, healed = tmp_path / "out", tmp_path / "healed"
+    ok(convert("mla", checkpoint("llama"), out, *ranked("llama"), *on, "--refine", 2))
     given = ["--kv-lora-rank", 4, "--qk-rope-head-dim", 2]
-    refused(convert("mla", tmp_path / "out", tmp_path / "smaller", *given), 2, "have latents of different ranks")
-    facts = json.loads(ok(convert("inspect", tmp_path / "out", "--json")).stdout)
-    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    refused(convert("mla", out, tmp_path / "smaller", *given), 2, "have latents of different ranks")
+    facts = json.loads(ok(convert("inspect", out, "--json")).stdout)
+    provenance = json.loads((out / "conversion.json").read_text())
     assert facts["attention"] == provenance["kind"]
     assert facts["kv_lora_ranks"] == provenance["kv_lora_ranks"]
     assert facts["latents_possible"] == []
-    rows = json.loads(ok(convert("plan", tmp_path / "out", "--json")).stdout)["targets"]
+    rows = json.loads(ok(convert("plan", out, "--json")).stdout)["targets"]
     assert [row["kind"] for row in rows] == [provenance["kind"]]
+    healing = ["--text", letters, "--context", 32, "--tokens", 256, "--batch-tokens", 64, "--lr", 1e-3]
+    ok(convert("heal", out, healed, *healing))
+    assert json.loads((healed / "config.json").read_text())["kv_lora_ranks"] == facts["kv_lora_ranks"]
+    assert {n: t.shape for n, t in weights(out).items()} == {n: t.shape for n, t in weights(healed).items()}
+    for ranks in ([12, 12], [12, 0, 12], [12, 12.5, 12], "12", [True, 1, 1]):
+        edit(out, kv_lora_ranks=ranks)
+        refused(convert("inspect", out), 2, "kv_lora_ranks is")
 
 
 def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -259,10 +237,3 @@ def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make,
         facts.append(json.loads(ok(convert("inspect", path, "--json")).stdout))
     assert facts[0]["attention"] == facts[1]["attention"]
     assert facts[0]["kv_bytes_per_token"] == facts[1]["kv_bytes_per_token"]
-
-
-def test_a_damaged_list_of_ranks_is_refused(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
-    ok(convert("mla", checkpoint("llama"), tmp_path / "out", *ranked("llama"), *on))
-    for ranks in ([12, 12], [12, 0, 12], [12, 12.5, 12], "12", [True, 1, 1]):
-        edit(tmp_path / "out", kv_lora_ranks=ranks)
-        refused(convert("inspect", tmp_path / "out"), 2, "kv_lora_ranks is")

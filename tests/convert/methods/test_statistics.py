@@ -27,21 +27,11 @@ def test_without_text_the_gains_of_the_norm_are_all_there_is() -> None:
     torch.testing.assert_close(known.second, gain.double().square().diag() + torch.outer(bias, bias).double())
     drawn = torch.randn(200_000, 6, generator=torch.Generator().manual_seed(0)) * gain + bias
     torch.testing.assert_close((drawn.T @ drawn / len(drawn)).double(), known.second, rtol=0.05, atol=0.05)
+    assert shrinkage_of(known) == 0
+    torch.testing.assert_close(known.shrunk().second, known.second, rtol=1e-12, atol=1e-12)
     plain = Statistics.assumed(6)
     assert torch.equal(plain.second, torch.eye(6).double())
     assert not plain.mean.any()
-
-
-def test_a_constant_rides_along() -> None:
-    x = inputs(5)
-    ones = torch.cat((x, torch.ones(*x.shape[:2], 1)), -1)
-    torch.testing.assert_close(measured(x).with_constant, measured(ones).second, rtol=1e-6, atol=1e-6)
-
-
-def test_without_text_nothing_is_shrunk() -> None:
-    known = Statistics.assumed(6, random(6), random(6, seed=1))
-    assert shrinkage_of(known) == 0
-    torch.testing.assert_close(known.shrunk().second, known.second, rtol=1e-12, atol=1e-12)
 
 
 def test_shrinkage_falls_with_tokens_to_nothing() -> None:
@@ -51,13 +41,7 @@ def test_shrinkage_falls_with_tokens_to_nothing() -> None:
     assert shares[-1] < 0.01
 
 
-def test_white_inputs_are_shrunk_by_about_width_over_tokens() -> None:
-    """Their correlations are all noise, of mean square 1 / tokens: most of them is left out."""
-    for count in (100, 1000):
-        assert shrinkage_of(measured(random(1, count, 30))) > 0.7
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(width=st.integers(2, 24), tokens=st.integers(2, 30), scale=st.sampled_from([1e-6, 1.0, 1e6]), seed=st.integers(0, 99))
 def test_what_is_shrunk_is_positive_definite_with_the_same_variances(width: int, tokens: int, scale: float, seed: int) -> None:
     known = measured(inputs(width, tokens, seed, blocks=1) * scale)
@@ -83,12 +67,6 @@ def test_poor_inputs_have_finite_statistics(what: str) -> None:
     known = measured(x)
     assert 0 <= shrinkage_of(known) <= 1
     assert torch.isfinite(known.shrunk().second).all()
-
-
-def test_moving_to_a_device_keeps_everything() -> None:
-    known = measured(inputs(5)).to(torch.device("cpu"))
-    assert known.tokens == 48
-    assert known.sample is not None
 
 
 @pytest.mark.parametrize(

@@ -6,28 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from factoring import PAIRINGS, energies, factor, full_rank, turned_copies, unturning
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from factoring import energies, factor, full_rank, turned_copies, unturning
 from records import loss, random, record
 
-from attention.rope import Pairing
-from convert.methods.frequencies import pairs_by_loss
 from convert.methods.latent import Allocation
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    groups=st.integers(2, 4), share=st.integers(1, 2), pairs=st.integers(1, 3), pairing=st.sampled_from(PAIRINGS),
-    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_heads_that_are_turned_copies_need_one_component_each(
-    groups: int, share: int, pairs: int, pairing: Pairing, attention_factor: float, seed: int
-) -> None:
-    a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
-    kept = tuple(range(pairs))
-    assert pairs_by_loss([energies(a)], pairs) == kept
-    assert loss(a, factor("svd", a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
 def test_equal_heads_that_turn_leave_a_latent_of_the_values_rank() -> None:

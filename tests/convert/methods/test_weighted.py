@@ -6,46 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from factoring import PAIRINGS, energies, every_pair, factor, full_rank, turned_copies
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from factoring import energies, every_pair, factor, full_rank
 from records import inputs, loss, measured, random, record
 
 from attention.forward import attention_output
-from attention.rope import Pairing
 from convert.methods import load_latent
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Attended, Statistics
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    groups=st.integers(1, 4), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3),
-    width=st.integers(3, 40), pairing=st.sampled_from(PAIRINGS), biased=st.booleans(), gains=st.booleans(),
-    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_weighted_is_the_same_function_at_full_size_without_text(
-    groups: int, share: int, pairs: int, nope: int, width: int, pairing: Pairing, biased: bool, gains: bool,
-    attention_factor: float, seed: int,
-) -> None:  # fmt: skip
-    a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
-    kept = every_pair(a)
-    known = Statistics.assumed(width, *(random(2, width, seed=seed + 1) if gains else ()))
-    assert loss(a, load_latent("weighted").factor(a, Allocation(full_rank(a, kept), kept), known)) < 1e-5
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    groups=st.integers(2, 4), share=st.integers(1, 2), pairs=st.integers(1, 3), pairing=st.sampled_from(PAIRINGS),
-    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
-    groups: int, share: int, pairs: int, pairing: Pairing, attention_factor: float, seed: int
-) -> None:
-    a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
-    kept = tuple(range(pairs))
-    assert loss(a, factor("weighted", a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -61,7 +29,7 @@ def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text:
 
 
 def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
-    for seed in range(4):
+    for seed in range(2):
         a = record(groups=4, pairs=4, width=60, seed=seed)
         x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
         measure, allocate = load_latent("weighted").measure, load_latent("weighted").allocate

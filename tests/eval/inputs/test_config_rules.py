@@ -113,10 +113,9 @@ def test_a_value_that_breaks_a_rule_is_refused(said: str, read: Read) -> None:
         ('{"model_type": "llama", "a": ' + "[" * 40 + "]" * 40 + "}", "nests values more than 32 deep"),
         ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "Exceeds the limit"),
         ('{"model_type": "llama", "hidden_size": 1e400}', "hidden_size is inf; it must be"),
-        ('{"model_type": "llama", "a": "' + "x" * 2**26 + '"}', "a config has at most 67,108,864"),
         ('{"model_type": null}', "names no model_type"),
     ],
-    ids=["5000 objects", "40 lists", "5000 digits", "1e400", "64 MiB", "null"],
+    ids=["5000 objects", "40 lists", "5000 digits", "1e400", "null"],
 )
 def test_json_that_no_config_looks_like_is_refused(text: str, said: str, read: Read) -> None:
     assert said in refusal(read, text)
@@ -126,40 +125,29 @@ def test_json_that_no_config_looks_like_is_refused(text: str, said: str, read: R
 def test_every_family_is_accepted(name: str, read: Read) -> None:
     from transformers import AutoConfig
 
-    for config in (tiny_config(name), AutoConfig.for_model(name)):
-        for use_diff in (False, True):
-            assert read(config.to_json_string(use_diff=use_diff)).model_type == name
-            assert read(config.to_json_string(use_diff=use_diff)).num_hidden_layers == config.num_hidden_layers
+    for config, use_diff in ((tiny_config(name), True), (AutoConfig.for_model(name), False)):
+        found = read(config.to_json_string(use_diff=use_diff))
+        assert (found.model_type, found.num_hidden_layers) == (name, config.num_hidden_layers)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pad_token_id": -1},  # the first Llama checkpoints
-        {"pad_token_id": None},
-        {"torch_dtype": "float16", "dtype": None},
-        {"sliding_window": None, "rope_scaling": None},
-        {"rope_parameters": None, "rope_theta": 5e5},
-        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-        {"rope_parameters": LONGROPE},
-        {"num_key_value_heads": None, "head_dim": None},
-        {"kv_lora_rank": None, "qk_rope_head_dim": 0, "v_head_dim": 0},
-        {"quantization_config": None, "vision_config": {"num_attention_heads": [1, 2], "hidden_size": 0}},
-    ],
-    ids=str,
-)
-def test_what_real_configs_say_is_accepted(changes: dict[str, Any], read: Read) -> None:
-    assert read(values_of(**changes)).hidden_size == 64
+REAL: list[dict[str, Any]] = [
+    {"pad_token_id": -1},  # the first Llama checkpoints
+    {"pad_token_id": None, "torch_dtype": "float16", "dtype": None, "sliding_window": None, "rope_scaling": None},
+    {"rope_parameters": None, "rope_theta": 5e5, "num_key_value_heads": None, "head_dim": None},
+    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    {"rope_parameters": LONGROPE},
+    {"kv_lora_rank": None, "qk_rope_head_dim": 0, "v_head_dim": 0},
+    {"quantization_config": None, "vision_config": {"num_attention_heads": [1, 2], "hidden_size": 0}},
+]
 
 
-@pytest.mark.parametrize("window", [0, None, 4096])
-def test_a_window_that_is_switched_off_may_be_anything(window: int | None, read: Read) -> None:
-    read(values_of("qwen2_moe", use_sliding_window=False, sliding_window=window))
-
-
-@pytest.mark.parametrize("rope", [{}, {"rope_parameters": LONGROPE}], ids=["default", "longrope"])
-def test_latent_attention_is_accepted(rope: dict[str, Any], read: Read) -> None:
-    assert read(tiny_config("deepseek_v3", **SIZES, **rope).to_json_string()).kv_lora_rank == SIZES["kv_lora_rank"]
+def test_what_real_configs_say_is_accepted(read: Read) -> None:
+    for changes in REAL:
+        assert read(values_of(**changes)).hidden_size == 64
+    for window in (0, None, 4096):  # which is switched off
+        read(values_of("qwen2_moe", use_sliding_window=False, sliding_window=window))
+    for rope in ({}, {"rope_parameters": LONGROPE}):
+        assert read(tiny_config("deepseek_v3", **SIZES, **rope).to_json_string()).kv_lora_rank == SIZES["kv_lora_rank"]
 
 
 def test_infinity_is_read_as_transformers_writes_it(read: Read) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from formers import CONFIGS, TOKENS, config_of, logits, tensors_of, write
+from formers import CONFIGS, TOKENS, config_of, model_of, tensors_of, write
 from safetensors.torch import load_file
 from tiny import save_tokenizer
 from written import Convert, ok, refused
@@ -19,22 +19,27 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 
 
-def said_by(source: Source) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some ids, and what a model says to them."""
-    ids = torch.randint(TOKENS, (29,), generator=torch.Generator().manual_seed(1))
-    with load(source, "float32", "cpu") as model, torch.inference_mode():
-        return ids, model(ids[None]).logits[0]
+def said(model: Any) -> torch.Tensor:
+    """What a model says to some ids."""
+    ids = torch.randint(TOKENS, (1, 29), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def said_by(source: Source) -> torch.Tensor:
+    with load(source, "float32", "cpu") as model:
+        return said(model)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_class_of_transformers_says_what_its_own_code_says(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_says_what_the_class_that_computes_the_same_says(kind: str, tmp_path: Path) -> None:
     source = Source.parse(str(write(tmp_path / "old", kind)))
     assert "auto_map" not in source.raw
     assert not source.needs_code
     (note,) = source.notes
     assert f"its model type {kind!r} is read as {source.model_type}, without its own code" in note
-    ids, said = said_by(source)
-    torch.testing.assert_close(said, logits(kind, tensors_of(kind), ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(said_by(source), said(model_of(kind)), rtol=1e-4, atol=1e-4)
 
 
 def test_every_type_is_compared_and_documented() -> None:
@@ -130,21 +135,6 @@ def test_its_own_code_may_measure_what_is_refused(convert: Convert, tmp_path: Pa
         Source.parse(str(tmp_path), trust_remote_code=True).raw  # noqa: B018  # there is no code
 
 
-def test_of_a_hub_repository_the_config_is_enough_to_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    path, asked = write(tmp_path / "0123", "baichuan"), list[list[str]]()
-
-    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        return str(path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    source = Source.parse("nobody/tiny")
-    assert (source.model_type, source.config.model_type, source.notes[0][:10]) == ("llama", "llama", "its model ")
-    assert (asked, source.commit) == ([["config.json"]], "0123")
-
-
 CODE = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
 
 
@@ -160,7 +150,7 @@ def test_a_conversion_says_what_was_done_and_its_result_needs_no_code(convert: C
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["num_key_value_heads"], config["vocab_size"]) == ("llama", 4, TOKENS)
     before, after = (Source.parse(str(where)) for where in (path, tmp_path / "out"))
-    assert torch.equal(said_by(before)[1], said_by(after)[1]), "as many groups as heads lose nothing"
+    assert torch.equal(said_by(before), said_by(after)), "as many groups as heads lose nothing"
     assert before.tokenizer()("a text")["input_ids"] == after.tokenizer()("a text")["input_ids"]
     assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from written import TENSORS, ok, weights
+from safetensors.torch import save_file
+from written import TENSORS, Convert, Make, edit, left_nothing, ok, weights
 
 from attention.errors import Failure, Refusal
 from eval.inputs.reader import Reader, TensorInfo
@@ -38,107 +38,48 @@ def test_reading_a_single_file(tmp_path: Path) -> None:
         assert torch.equal(reader[name], tensor)
 
 
-def test_reading_shards(tmp_path: Path) -> None:
-    reader = Reader(two_shards(tmp_path))
+def test_shards_are_read_by_what_they_hold_and_those_that_lack_or_are_cut_are_named(tmp_path: Path) -> None:
+    reader = Reader(two_shards(tmp_path, {"x": "two.safetensors", "w": "one.safetensors"}))  # as transformers reads them
     assert torch.equal(reader["y"], torch.zeros(2, 2))
     assert torch.equal(reader["x"], torch.ones(3))
     assert reader.files == ["one.safetensors", "two.safetensors"]
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    two_shards(tmp_path)
+    assert (set(reader.infos), reader.file("y")) == ({"x", "y"}, "two.safetensors")
+    whole = (tmp_path / "two.safetensors").read_bytes()
+    (tmp_path / "two.safetensors").write_bytes(whole[:-3])
+    with pytest.raises(Failure, match=r"two\.safetensors is truncated or damaged"):
+        Reader(tmp_path)
     (tmp_path / "two.safetensors").unlink()
     with pytest.raises(Failure, match=r"lacks 1 of 2 weight files: two\.safetensors"):
         Reader(tmp_path)
 
 
-def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    data = (tmp_path / "two.safetensors").read_bytes()
-    (tmp_path / "two.safetensors").write_bytes(data[:-3])
-    with pytest.raises(Failure, match=r"two\.safetensors is truncated or damaged"):
-        Reader(tmp_path)
+def test_a_tensor_in_two_shards_has_to_be_the_same(tmp_path: Path) -> None:
+    shards = {"one.safetensors": {"w": torch.ones(3), "x": torch.ones(3)}, "two.safetensors": {"x": torch.ones(3)}}
+    assert torch.equal(Reader(sharded(tmp_path, shards))["x"], torch.ones(3))
+    shards["two.safetensors"]["x"] = torch.zeros(3)
+    with pytest.raises(Failure, match=r"one\.safetensors and two\.safetensors both hold tensor x"):
+        Reader(sharded(tmp_path, shards))
 
 
-@pytest.mark.parametrize(
-    ("index", "said"),
-    [
-        ({"x": "one.safetensors", "w": "two.safetensors"}, "lists w, which no file holds, and 1 others"),
-        ({"x": "one.safetensors", "y": "two.safetensors", "w": "two.safetensors"}, "lists w, which no file holds: what"),
-        ({"x": "one.safetensors", "z": "two.safetensors"}, "lists z, which no file holds, and 1 others"),
-        ({"x": "two.safetensors", "y": "one.safetensors"}, "puts x into two.safetensors, and one.safetensors holds it, and 1"),
-    ],
-)
-def test_the_files_count_where_the_index_disagrees(
-    index: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As transformers reads them."""
-    reader = Reader(two_shards(tmp_path, index))
-    assert (set(reader.infos), reader.file("y")) == ({"x", "y"}, "two.safetensors")
-    assert f"the index of {tmp_path} {said}" in caplog.text
-    Reader(tmp_path)
-    assert len(caplog.records) == 1, "said once"
-
-
-def test_a_tensor_that_the_index_forgot_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    two_shards(tmp_path)
-    save_file({"y": torch.ones(1), "z": torch.ones(2)}, tmp_path / "two.safetensors")
-    assert torch.equal(Reader(tmp_path)["z"], torch.ones(2))
-    assert "lacks z, which two.safetensors holds" in caplog.text
-
-
-def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(Failure, match="is not a weight index"):
-        Reader(tmp_path)
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+def test_other_files_than_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"holds neither model\.safetensors nor pytorch_model\.bin, nor an index of either$"):
         Reader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "step"),
-    [
-        ("adapter_config.json", "but an adapter (adapter_config.json names its base model)", "merge it into its base model"),
-        ("consolidated.00.pth", "but weights in their maker's own layout (consolidated.00.pth)", "get the same model"),
-        ("model-00001-of-00001.safetensors", "but shards without an index", "get the index"),
-    ],
-)
-def test_other_files_than_weights_are_named(name: str, said: str, step: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(Refusal) as caught:
+    (tmp_path / "consolidated.00.pth").write_text("{}")
+    with pytest.raises(Refusal, match=r"but weights in their maker's own layout \(consolidated\.00\.pth\)") as caught:
         Reader(tmp_path)
-    assert said in str(caught.value)
-    assert step in str(caught.value.hint)
+    assert "get the same model" in str(caught.value.hint)
 
 
-def test_a_weights_only_pickle_is_read_and_shared_tensors_once(tmp_path: Path) -> None:
-    shared = torch.randn(3, 2)
-    torch.save({"embed": shared, "own": torch.ones(2), "head": shared}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "from before torch 1.6"])
+def test_a_weights_only_pickle_is_read_and_shared_tensors_once(zipped: bool, tmp_path: Path) -> None:
+    shared, square = torch.randn(3, 2), torch.randn(3, 3)
+    views = {"a": square, "b": square.T, "c": square[:2], "e": torch.empty(0, 2), "f": torch.empty(0, 2)}
+    tensors = {"embed": shared, "own": torch.ones(2), "head": shared, **views}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     reader = Reader(tmp_path)
-    assert torch.equal(reader["embed"], shared)
-    assert list(reader.infos) == ["embed", "own", "head"]
+    assert list(reader.infos) == list(tensors)
+    assert all(torch.equal(reader[name], tensor) for name, tensor in tensors.items())
     assert reader.aliases == {"head": "embed"}
-
-
-def test_other_views_of_one_storage_are_no_aliases(tmp_path: Path) -> None:
-    square = torch.randn(3, 3)
-    torch.save({"a": square, "b": square.T, "c": square[:2]}, tmp_path / "pytorch_model.bin")
-    assert Reader(tmp_path).aliases == {}
-
-
-def test_a_pickle_from_before_zip_archives_is_read(tmp_path: Path) -> None:
-    torch.save({"x": torch.arange(5.0)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert torch.equal(Reader(tmp_path)["x"], torch.arange(5.0))
-
-
-def test_a_training_state_is_not_taken_for_weights(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"x": torch.ones(1)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Failure, match="holds more than named tensors"):
-        Reader(tmp_path)
 
 
 def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
@@ -153,22 +94,6 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
         Reader(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert "weights_only" not in str(error.value), "torch advises to run it"
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_file_that_cannot_be_read_is_not_called_damaged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / name).write_bytes(b"anything")
-    opened = Path.open
-
-    def closed(path: Path, *mode: Any, **options: Any) -> Any:
-        if path.name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *mode, **options)
-
-    monkeypatch.setattr(Path, "open", closed)
-    with pytest.raises(Failure, match=rf"cannot read .*{name}: Permission denied") as error:
-        Reader(tmp_path)
-    assert error.value.hint == "look at its permissions"
 
 
 # ---- indices that name what they may not -----------------------------------------------------------------------------
@@ -212,17 +137,6 @@ def test_any_other_json_is_no_index(content: bytes, tmp_path: Path) -> None:
         Reader(tmp_path)
 
 
-def test_a_tensor_that_is_the_same_in_two_shards_is_read(tmp_path: Path) -> None:
-    shards = {"one.safetensors": {"w": torch.ones(3), "x": torch.ones(3)}, "two.safetensors": {"x": torch.ones(3)}}
-    assert torch.equal(Reader(sharded(tmp_path, shards))["x"], torch.ones(3))
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    shards = {"one.safetensors": {"w": torch.ones(3), "x": torch.ones(3)}, "two.safetensors": {"x": torch.zeros(3)}}
-    with pytest.raises(Failure, match=r"one\.safetensors and two\.safetensors both hold tensor x"):
-        Reader(sharded(tmp_path, shards))
-
-
 # ---- headers ---------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +155,7 @@ def headed(path: Path, header: Any, data: int, length: int | None = None) -> Pat
 
 ONE = entry([2], (0, 8))
 DAMAGED = {
+    "no header": (b"", 0, 0),
     "no JSON": (b"\xff\xfe{", 8, None),
     "a length beyond the file": ({"a": ONE}, 8, 2**62),
     "a length of nothing": ({"a": ONE}, 8, 0),
@@ -273,13 +188,6 @@ def test_a_damaged_header_is_one_line(case: str, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0", bytes(range(256)) * 4])
-def test_what_is_no_safetensors_file_is_one_line(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(Failure, match="is truncated or damaged"):
-        Reader(tmp_path)
-
-
 def test_tensors_without_dims_or_values_are_read(tmp_path: Path) -> None:
     reader = Reader(headed(tmp_path, {"a": entry([], (0, 4)), "b": entry([0, 3], (4, 4)), "c": entry([2, 0], (4, 4))}, 4))
     assert {name: info.shape for name, info in reader.infos.items()} == {"a": (), "b": (0, 3), "c": (2, 0)}
@@ -287,28 +195,6 @@ def test_tensors_without_dims_or_values_are_read(tmp_path: Path) -> None:
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
-
-
-def test_views_in_a_pickle_are_converted_as_they_look(
-    checkpoint: Callable[..., Path], convert: Callable[..., Any], tmp_path: Path
-) -> None:
-    source = checkpoint()
-    tensors = weights(source)
-    (source / "model.safetensors").unlink()
-    name = "model.layers.0.mlp.up_proj.weight"
-    wide = torch.empty(2 * tensors[name].shape[0], tensors[name].shape[1])
-    wide[::2] = tensors[name]
-    odd = {name: wide[::2]}
-    odd |= {other: torch.nn.Parameter(tensor.T.contiguous().T) for other, tensor in tensors.items() if tensor.dim() == 2} | odd
-    torch.save({other: odd.get(other, tensor) for other, tensor in tensors.items()}, source / "pytorch_model.bin")
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--force"))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(after[other], tensor) for other, tensor in tensors.items())
-
-
-def test_empty_tensors_of_a_pickle_are_no_aliases(tmp_path: Path) -> None:
-    torch.save({"a": torch.empty(0, 2), "b": torch.empty(0, 2)}, tmp_path / "pytorch_model.bin")
-    assert Reader(tmp_path).aliases == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantized|quantization|sparse).*")
@@ -328,7 +214,9 @@ def test_tensors_that_safetensors_cannot_hold_are_refused(make: Callable[[], tor
         Reader(tmp_path)
 
 
-@pytest.mark.parametrize("content", [{5: torch.ones(1)}, {"x\n": torch.ones(1)}, [torch.ones(1)], {"x": None}])
+@pytest.mark.parametrize(
+    "content", [{5: torch.ones(1)}, {"x\n": torch.ones(1)}, [torch.ones(1)], {"state": {"x": torch.ones(1)}}]
+)
 def test_other_names_and_values_in_a_pickle_are_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(Failure, match=r"holds more than named tensors|holds control characters"):
@@ -344,40 +232,13 @@ def test_floats_are_told_from_what_is_quantised() -> None:
         assert TensorInfo((2,), dtype).is_float == (dtype in floats)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool])
-@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj", "input_layernorm"])
-def test_weights_that_are_no_floats_are_refused(
-    part: str, dtype: torch.dtype, checkpoint: Callable[..., Path], convert: Callable[..., Any], tmp_path: Path
-) -> None:
-    source, name = checkpoint(), f"model.layers.1.{part}.weight"
-    tensors = weights(source)
-    save_file(tensors | {name: tensors[name].to(dtype)}, source / "model.safetensors")
-    result = convert("gqa", source, tmp_path / "out", "--groups", 2)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {name} holds {str(dtype).removeprefix('torch.')}, which means nothing")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("said", [True, False], ids=["in config.json", "in the weights alone"])
-def test_a_float64_checkpoint_needs_another_dtype(
-    said: bool,
-    checkpoint: Callable[..., Path],
-    convert: Callable[..., Any],
-    logits: Callable[..., torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    source = checkpoint()
-    expected = logits(source)
+@pytest.mark.parametrize("said", ["float64", None], ids=["in config.json", "in the weights alone"])
+def test_a_float64_checkpoint_needs_another_dtype(said: str | None, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = edit(checkpoint(), dtype=said)
     save_file({name: tensor.double() for name, tensor in weights(source).items()}, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    config["dtype"] = "float64" if said else None
-    (source / "config.json").write_text(json.dumps(config))
-    refused = convert("gqa", source, tmp_path / "out", "--groups", 4)
-    assert refused.exit_code == 2
-    assert "is stored in float64" in refused.stderr
-    assert "--dtype float32" in refused.stderr
-    said_of_it = ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--dtype", "float32"))
-    assert "1536 → 768 bytes per token" in said_of_it.stdout
-    torch.testing.assert_close(logits(tmp_path / "out"), expected)
-    assert convert("mla", source, tmp_path / "mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8).exit_code == 2
-    ok(convert("mla", source, tmp_path / "mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--dtype", "float32"))
+    sizes = ["--kv-lora-rank", 24, "--qk-rope-head-dim", 8]
+    for command in (["gqa", source, tmp_path / "out", "--groups", 4], ["mla", source, tmp_path / "out", *sizes]):
+        left_nothing(convert(*command), 2, "is stored in float64", tmp_path / "out")
+    done = ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--dtype", "float32"))
+    assert "1536 → 768 bytes per token" in done.stdout
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.float32}

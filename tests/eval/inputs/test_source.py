@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny import tiny_config
 
 from attention.errors import Failure, Refusal
@@ -28,33 +30,18 @@ def configured(tmp_path: Path) -> Callable[..., Source]:
     return make
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_is_taken_as_it_is_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "meta" / "llama@v1").mkdir(parents=True)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     source = Source.parse(str(tmp_path))
-    assert (source.directory, source.repository, source.revision) == (tmp_path, None, None)
-    assert source.reference == str(tmp_path)
-    assert source.name == tmp_path.name
-    assert source.files == tmp_path
-    assert source.commit is None
-
-
-def test_a_directory_comes_before_a_hub_id_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "meta" / "llama@v1").mkdir(parents=True)
-    source = Source.parse("meta/llama@v1")
-    assert (source.directory, source.repository) == (Path("meta/llama@v1"), None)
-    assert source.name == "llama@v1"
-
-
-def test_the_current_directory_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    assert (source.directory, source.repository, source.revision, source.commit) == (tmp_path, None, None, None)
+    assert (source.reference, source.name, source.files) == (str(tmp_path), tmp_path.name, tmp_path)
+    named = Source.parse("meta/llama@v1")
+    assert (named.directory, named.repository, named.name) == (Path("meta/llama@v1"), None, "llama@v1")
     assert Source.parse(".").name == tmp_path.name
-
-
-def test_the_home_directory_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert Source.parse("~/model").directory == tmp_path / "model"
+    assert Source.parse("~/meta").directory == tmp_path / "meta"
 
 
 @pytest.mark.parametrize(
@@ -77,65 +64,35 @@ def test_anything_else_is_a_hub_id_with_an_optional_revision(
 
 
 @pytest.mark.parametrize(
-    "reference", ["./model", "/no/such/model", "~/no/such/model", "~no-such-user/model", "a/b/c", "@main", ""]
+    "reference", ["./model", "/no/such/model", "~/no/such/model", "~no-such-user/model", "a/b/c", "@main", "", "./model.bin"]
 )
-def test_a_path_to_no_directory_is_refused(reference: str) -> None:
+def test_a_path_to_no_directory_is_refused(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(Refusal) as caught:
         Source.parse(reference)
     assert str(caught.value) == f"no model directory {reference!r}"
     assert caught.value.hint == "give a directory with a config.json, a GGUF file or a Hub id"
 
 
-def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, message in (("model.bin", r"no model directory '\./model\.bin'"), ("model.gguf", r"is not a GGUF file")):
-        Path(name).write_bytes(b"")
-        with pytest.raises(Refusal, match=message):
-            Source.parse(f"./{name}")
-
-
-def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"has no config\.json") as caught:
-        _ = Source.parse(str(tmp_path)).config
-    assert caught.value.hint == "is it a Hugging Face checkpoint?"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, r"has no config\.json$"),
         (b"{", r"cannot read .*config\.json: Expecting property name"),
-        (b"", r"cannot read .*config\.json: Expecting value"),
         (b'{"model_type": "\xff"}', r"cannot read .*config\.json: 'utf-8' codec"),
         (b"{}", r"config\.json names no model_type"),
         (b'["llama"]', r"config\.json names no model_type"),
         (b'{"model_type": 3}', r"config\.json names no model_type"),
+        (b'{"model_type": "no_such_model"}', "transformers does not accept the config of .*: it has no model type"),
+        (b'{"model_type": "llama", "hidden_size": 60}', "transformers does not accept the config of"),
     ],
 )
-def test_a_broken_config_is_refused_with_its_path(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "config.json").write_bytes(content)
+def test_a_broken_config_is_refused_with_its_path(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(Refusal, match=message):
         _ = Source.parse(str(tmp_path)).config
-
-
-def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(Refusal, match=r"cannot read .*config\.json: .*Is a directory"):
-        _ = Source.parse(str(tmp_path)).raw
-
-
-@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"hidden_size": 60}, {"hidden_act": 3}])
-def test_a_config_that_transformers_does_not_accept_is_refused(
-    configured: Callable[..., Source], changes: dict[str, Any]
-) -> None:
-    with pytest.raises(Refusal, match="transformers does not accept the config of"):
-        _ = configured(**changes).config
-
-
-def test_a_config_has_its_defaults_filled_in(configured: Callable[..., Source]) -> None:
-    source = configured(rms_norm_eps=None, num_key_value_heads=None)
-    assert source.model_type == source.config.model_type == "llama"
-    assert "rms_norm_eps" not in source.raw
-    assert (source.config.rms_norm_eps, source.config.num_key_value_heads) == (1e-6, 8)
 
 
 def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callable[..., Source]) -> None:
@@ -155,26 +112,6 @@ def test_transformers_own_class_takes_the_place_of_code(configured: Callable[...
     assert source.notes == ("its own code (auto_map in config.json) is not used: transformers' class for llama reads it",)
     trusting = Source.parse(source.reference, trust_remote_code=True)
     assert (trusting.notes, "auto_map" in trusting.raw) == ((), True)
-
-
-def test_a_config_on_the_hub_has_to_be_downloaded_before_it_is_corrected(
-    configured: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    directory = configured(hidden_size="wide").reference
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: directory)
-    for values in ({"hidden_size": "wide"}, {"sliding_window": 0, "model_type": "mistral"}, {"hidden_size": 60}):
-        configured(**values)
-        with pytest.raises(Refusal) as caught:
-            _ = Source.parse("nobody/tiny@v2").config
-        assert str(caught.value.hint).startswith(
-            "download it with `hf download nobody/tiny --revision v2 --local-dir DIR`, then correct"
-        )
-
-
-def test_a_config_without_code_needs_no_agreement(configured: Callable[..., Source]) -> None:
-    configured().refuse_remote_code()
 
 
 CODE = """
@@ -228,43 +165,38 @@ def test_a_config_of_its_own_class_is_read_when_agreed_to(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, "bfloat16"),
         ({"dtype": None, "torch_dtype": "float16"}, "float16"),
-        ({"dtype": "torch.bfloat16"}, "bfloat16"),
-        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
         ({"dtype": None}, "float32"),
     ],
-    ids=["dtype", "torch_dtype", "with its module", "both", "absent"],
 )
-def test_the_dtype_is_what_the_config_says(configured: Callable[..., Source], changes: dict[str, Any], expected: str) -> None:
-    assert configured(**changes).dtype == expected
+def test_the_dtype_is_what_the_config_says_else_the_weights(
+    changes: dict[str, Any], expected: str, configured: Callable[..., Source]
+) -> None:
+    source = configured(**changes)
+    assert source.dtype == expected
+    if expected == "float32":
+        for dtype in (torch.bfloat16, torch.float16):
+            save_file({"ids": torch.arange(3), "x": torch.ones(2, dtype=dtype)}, source.files / "model.safetensors")
+            assert Source.parse(source.reference).dtype == str(dtype).removeprefix("torch.")
+        (source.files / "model.safetensors").write_bytes(b"\xff" * 64)
+        assert Source.parse(source.reference).dtype == "float32", "whoever reads it says that it is damaged"
 
 
-def test_the_position_limit_is_what_the_config_says(configured: Callable[..., Source]) -> None:
-    assert configured(max_position_embeddings=77).max_positions == 77
-
-
-def test_the_position_limit_has_another_name_in_mpt(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "mpt", "n_heads": 4, "d_model": 64, "max_seq_len": 77}', encoding="utf-8"
-    )
-    assert Source.parse(str(tmp_path)).max_positions == 77
-
-
-def test_a_config_without_a_position_limit_has_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_head": 4, "hidden_size": 64}', encoding="utf-8")
-    assert Source.parse(str(tmp_path)).max_positions is None
-
-
-def test_a_position_limit_of_minus_one_is_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "xlnet"}', encoding="utf-8")
-    assert Source.parse(str(tmp_path)).max_positions is None
-
-
-def test_keys_with_newer_names_raise_no_warning(tmp_path: Path) -> None:
-    rope = {"rope_type": "linear", "factor": 2.0}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "rope_scaling": rope}), encoding="utf-8")
-    assert Source.parse(str(tmp_path)).config.rope_parameters == rope
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 77}, 77),
+        ({"model_type": "mpt", "n_heads": 4, "d_model": 64, "max_seq_len": 77}, 77),
+        ({"model_type": "bloom", "n_head": 4, "hidden_size": 64}, None),
+        ({"model_type": "xlnet"}, None),  # which has -1
+    ],
+)
+def test_the_position_limit_is_what_the_config_says(config: dict[str, Any], limit: int | None, tmp_path: Path) -> None:
+    """Keys with older names raise no warning."""
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}} if config["model_type"] == "llama" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config | rope), encoding="utf-8")
+    assert Source.parse(str(tmp_path)).max_positions == limit
 
 
 def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
@@ -275,7 +207,18 @@ def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
         assert "no directory of that name exists either; check the spelling, the network" in str(caught.value.hint)
 
 
-def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WHOLE, PICKLED = ["model.safetensors"], ["pytorch_model.bin"]
+OTHERS = ["consolidated.safetensors", "model.fp16.safetensors", "onnx/model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("files", "pickles"),
+    [(["model.safetensors"], False), (["pytorch_model.bin"], True), (["pytorch_model.bin", *OTHERS], True)],
+)
+def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(
+    files: list[str], pickles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pickled weights are downloaded only where there are no others."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None, list[str]]] = []
@@ -286,50 +229,14 @@ def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(tmp_path: Pa
         (tmp_path / "abc123" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
         return str(tmp_path / "abc123")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: ["model.safetensors"])
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: ["config.json", *files])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = Source.parse("nobody/model@v2")
-    assert source.model_type == "llama"
-    assert source.commit == "abc123"
-    assert asked == [("nobody/model", "v2", ["config.json"])]
-    assert source.files == tmp_path / "abc123"
+    assert (source.model_type, source.commit, source.files) == ("llama", "abc123", tmp_path / "abc123")
+    assert asked[0] == ("nobody/model", "v2", ["config.json"])
     assert asked[1][:2] == ("nobody/model", "abc123"), "the weights must be of the commit whose config was read"
-
-
-@pytest.mark.parametrize(
-    ("files", "pickles"),
-    [
-        (["config.json", "model.safetensors"], False),
-        (["config.json", "pytorch_model.bin"], True),
-        (
-            [
-                "config.json",
-                "pytorch_model.bin",
-                "consolidated.safetensors",
-                "model.fp16.safetensors",
-                "onnx/model.safetensors",
-            ],
-            True,
-        ),
-    ],
-)
-def test_pickled_weights_are_downloaded_only_where_there_are_no_others(
-    files: list[str], pickles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    asked: list[str] = []
-
-    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: files)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert Source.parse("nobody/model").files == tmp_path
-    assert "model*.safetensors" in asked
-    assert ("pytorch_model*.bin" in asked) == pickles
+    assert "model*.safetensors" in asked[1][2]
+    assert ("pytorch_model*.bin" in asked[1][2]) == pickles
 
 
 def test_of_a_hub_repository_only_what_a_conversion_needs_is_downloaded() -> None:
@@ -349,31 +256,3 @@ def test_of_a_hub_repository_only_what_a_conversion_needs_is_downloaded() -> Non
     ]  # fmt: skip
     patterns = {"allow_patterns": source._WANTED, "ignore_patterns": source._UNWANTED}
     assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_config_without_dtype_takes_it_from_the_weights(dtype: str, configured: Any) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    source = configured(model_type="llama", dtype=None)
-    weights = {"ids": torch.arange(3), "x": torch.ones(2, dtype=getattr(torch, dtype))}
-    save_file(weights, Path(source.reference) / "model.safetensors")
-    assert source.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    "header",
-    [b"\xff" * 8, b"{}", b"[]", b'{"a": 5}', b'{"a": {"dtype": ["F16"]}}', b'{"a":' * 5000, b""],
-    ids=lambda h: str(h[:30]),
-)
-def test_a_damaged_weight_file_tells_no_dtype(header: bytes, configured: Any) -> None:
-    source = configured(model_type="llama", dtype=None)
-    (Path(source.reference) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert source.dtype == "float32"
-
-
-def test_a_weight_file_with_an_endless_header_tells_no_dtype(configured: Any) -> None:
-    source = configured(model_type="llama", dtype=None)
-    (Path(source.reference) / "model.safetensors").write_bytes(b"\xff" * 64)
-    assert source.dtype == "float32"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCABULARY, tiny_config, tiny_model
+from tiny import tiny_config, tiny_model
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -28,17 +28,8 @@ def sized(
 def test_kv_memory_is_that_of_the_known_table(batch: int, gigabytes: float) -> None:
     assert round(sized(batch=batch).kv_bytes / GIGABYTE, 1) == gigabytes
     assert sized(batch=batch).kv_bytes_per_token == 1_310_720
-
-
-def test_thirty_two_billion_parameters_take_64_gigabytes_in_bf16() -> None:
-    assert sized().weight_bytes == 64 * GIGABYTE
-    assert sized(dtype="float32").weight_bytes == 128 * GIGABYTE
-
-
-def test_fewer_kv_heads_take_less_in_proportion() -> None:
-    assert sized(LARGE.grouped(8)).kv_bytes * 5 == sized().kv_bytes
-    assert sized(LARGE.grouped(1)).kv_bytes * 40 == sized().kv_bytes
-    assert [sized(LARGE.grouped(groups)).kind for groups in (40, 8, 1)] == ["MHA", "GQA-8", "MQA"]
+    assert (sized().weight_bytes, sized(dtype="float32").weight_bytes) == (64 * GIGABYTE, 128 * GIGABYTE)
+    assert sized(LARGE.grouped(8)).kv_bytes * 5 == sized(LARGE.grouped(1)).kv_bytes * 40 == sized().kv_bytes
 
 
 def test_what_fits_on_which_gpu() -> None:
@@ -60,11 +51,7 @@ def test_windows_count_at_the_context() -> None:
     assert bounded.fits == {"small": False, "large": True}, "at any length"
 
 
-def test_gpus_are_known_by_the_gigabytes_on_their_box() -> None:
-    assert GPUS == {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     groups=st.sampled_from([1, 2, 4, 8]),
     parameters=st.integers(0, 10**11),
@@ -88,18 +75,14 @@ def test_the_longest_context_is_the_largest_that_fits(
     assert found.fits["gpu"] == (taken(context) <= budget)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "olmo2", "phi"])
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("llama", False), ("llama", True), ("qwen2", True), ("gemma2", True), ("phi", False)]
+)
 def test_parameters_are_those_of_the_real_model(model_type: str, tied: bool) -> None:
     config = tiny_config(model_type, tie_word_embeddings=tied)
     model = tiny_model(config)
     distinct = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     assert count_parameters(config) == sum(distinct.values())
-
-
-def test_tied_embeddings_are_counted_once() -> None:
-    counts = {tied: count_parameters(tiny_config("llama", tie_word_embeddings=tied)) for tied in (False, True)}
-    assert counts[False] - counts[True] == VOCABULARY * 64
 
 
 def test_a_7b_model_is_counted_without_being_made() -> None:
@@ -109,26 +92,11 @@ def test_a_7b_model_is_counted_without_being_made() -> None:
     assert count_parameters(llama_2_7b) == 6_738_415_616
 
 
-def test_a_model_larger_than_any_memory_is_counted() -> None:
-    wide = tiny_config("llama", hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1)
-    assert count_parameters(wide) == 2**40 * 3 + 2**20 * (8 * 8 * 2 + 8 * 4 * 2 + 2 * VOCABULARY + 3)
-
-
 def test_a_model_that_transformers_cannot_build_is_refused_in_one_line() -> None:
     config = tiny_config("llama")
     config.rope_parameters["rope_type"] = "spiral"
     with pytest.raises(Refusal, match=r"cannot build a model from this config of type 'llama': KeyError: 'spiral'$"):
         count_parameters(config)
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-def test_fewer_kv_heads_are_fewer_parameters_by_exactly_their_projections(model_type: str, groups: int) -> None:
-    config = tiny_config(model_type, num_key_value_heads=8)
-    spec = AttentionSpec.from_config(config)
-    smaller = tiny_config(model_type, num_key_value_heads=groups)
-    assert AttentionSpec.from_config(smaller) == spec.grouped(groups)
-    assert count_parameters(config) - count_parameters(smaller) == 2 * (8 - groups) * 8 * 64 * 3
 
 
 def test_a_cache_in_another_format_is_counted_with_its_scales() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tiny import random_model, tiny_config, tiny_model
 
 from attention.encoded_forward import store_encoded
@@ -24,33 +25,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "kind", "expected"), [(8, "MHA", 1536), (4, "GQA-4", 768), (2, "GQA-2", 384), (1, "MQA", 192)]
+    ("model_type", "kv_heads", "kind", "expected"),
+    [
+        *(("llama", *row) for row in ((8, "MHA", 1536), (4, "GQA-4", 768), (1, "MQA", 192))),
+        *((name, 2, "GQA-2", 384) for name in FAMILIES),
+    ],
 )
-@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_live_cache_holds_what_is_predicted(model_type: str, kv_heads: int, kind: str, expected: int) -> None:
     model = tiny_model(tiny_config(model_type, num_key_value_heads=kv_heads, **FAMILIES[model_type]))
     spec = AttentionSpec.from_config(model.config)
     assert spec.kind == kind
     # 3 layers × key and value × KV heads × 8 dims × 4 bytes
     assert measured_bytes_per_token(model, "float32") == spec.bytes_per_token("float32") == expected
+    # In the dtype asked for, whatever it runs in.
+    assert measured_bytes_per_token(model.to(torch.bfloat16), "float32") == expected
+    assert measured_bytes_per_token(model, "float16") == spec.bytes_per_token("float16") == expected / 2
 
 
-def test_a_head_dim_of_its_own_is_measured() -> None:
-    model = tiny_model(tiny_config("llama", head_dim=24, num_key_value_heads=2))
-    assert (
-        measured_bytes_per_token(model, "bfloat16")
-        == AttentionSpec.from_config(model.config).bytes_per_token("bfloat16")
-        == 576
-    )
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", 768), ("bfloat16", 384), ("float16", 384)])
-def test_a_measurement_is_priced_in_the_dtype_asked_for(dtype: str, expected: int) -> None:
-    import torch
-
-    config = tiny_config("llama")
-    for runs_in in (torch.float32, torch.bfloat16):
-        assert measured_bytes_per_token(tiny_model(config).to(runs_in), dtype) == expected
+def test_sizes_of_their_own_are_measured() -> None:
+    wide = tiny_model(tiny_config("llama", head_dim=24, num_key_value_heads=2))
+    spec = AttentionSpec.from_config(wide.config)
+    assert measured_bytes_per_token(wide, "bfloat16") == spec.bytes_per_token("bfloat16") == 576
+    short = tiny_model(tiny_config("mistral", sliding_window=8))
+    assert measured_bytes_per_token(short, "float32") == 3 * 2 * 4 * 8 * 4, "within its window"
 
 
 def test_the_figures_of_a_converted_model() -> None:
@@ -70,12 +67,9 @@ def test_a_cache_that_holds_something_else_fails_with_both_numbers() -> None:
     with pytest.raises(Failure, match=r"live cache of LlamaForCausalLM holds 384 bytes per token.* predicts 192") as caught:
         cache_figures(model, AttentionSpec.from_config(model.config).grouped(2), "bfloat16", source_bytes=384)
     assert "report the model type" in str(caught.value.hint)
-
-
-def test_a_model_with_layers_that_cache_no_keys_fails_with_both_numbers() -> None:
-    model = tiny_model(tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]))
+    hybrid = tiny_model(tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]))  # two layers cache no keys
     with pytest.raises(Failure, match=r"holds 128 bytes per token.* predicts 384"):
-        cache_figures(model, AttentionSpec.from_config(model.config), "bfloat16", source_bytes=384)
+        cache_figures(hybrid, AttentionSpec.from_config(hybrid.config), "bfloat16", source_bytes=384)
 
 
 def test_an_encoder_has_no_cache_to_measure() -> None:
@@ -91,8 +85,10 @@ def test_an_encoder_has_no_cache_to_measure() -> None:
 WINDOWED = FAMILIES | {"gpt_oss": {"sliding_window": 64}, "llama4_text": {"attention_chunk_size": 64}}
 
 
-@pytest.mark.parametrize("form", [None, "int8", "int4"])
-@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+WINDOWED_ROWS = [("mistral", None), ("mistral", "int4"), ("gemma3_text", "int8"), ("gpt_oss", "int4"), ("llama4_text", None)]
+
+
+@pytest.mark.parametrize(("model_type", "form"), WINDOWED_ROWS)
 def test_what_windows_keep_out_of_the_cache_is_not_counted(model_type: str, form: str | None) -> None:
     sizes = {"max_position_embeddings": 512, "num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4}
     fields = {key: value for key, value in WINDOWED[model_type].items() if key != "layer_types"}
@@ -109,8 +105,3 @@ def test_what_windows_keep_out_of_the_cache_is_not_counted(model_type: str, form
         assert figures.get("kv_context") == (context if cut else None)
         assert before < whole if cut else before == whole
         assert form is not None or figures["cache_ratio"] == 1
-
-
-def test_a_very_short_window_is_measured_within_it() -> None:
-    model = tiny_model(tiny_config("mistral", sliding_window=8))
-    assert measured_bytes_per_token(model, "float32") == 3 * 2 * 4 * 8 * 4

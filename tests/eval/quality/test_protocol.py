@@ -51,16 +51,6 @@ def test_sliding_scores_the_second_half_of_every_later_block() -> None:
     ]
 
 
-def test_sliding_keeps_a_shorter_tail() -> None:
-    assert cut("sliding", 4, 10) == [
-        ([1, 10, 11, 12], 1),
-        ([11, 12, 13, 14], 2),
-        ([13, 14, 15, 16], 2),
-        ([15, 16, 17, 18], 2),
-        ([17, 18, 19], 2),
-    ]
-
-
 def test_sliding_with_an_odd_context_overlaps_by_the_larger_half() -> None:
     assert cut("sliding", 5, 10, bos=None) == [
         ([10, 11, 12, 13, 14], 1),
@@ -71,37 +61,25 @@ def test_sliding_with_an_odd_context_overlaps_by_the_larger_half() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("context", [14, 15, 2048])
-def test_the_only_block_is_kept_however_short(protocol: str, context: int) -> None:
-    assert cut(protocol, context, 13) == [([1, *range(10, 23)], 1)]
+def test_the_only_block_is_kept_however_short(protocol: str) -> None:
+    for context in (14, 2048):
+        assert cut(protocol, context, 13) == [([1, *range(10, 23)], 1)]
 
 
-@pytest.mark.parametrize("protocol", ["paper", "sliding"])
-def test_without_bos_the_first_token_is_context_only(protocol: str) -> None:
-    assert cut(protocol, 32, 13, bos=None) == [(list(range(10, 23)), 1)]
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(context=st.integers(2, 14), count=st.integers(2, 60), bos=st.sampled_from([None, BOS]))
 def test_sliding_scores_every_token_but_the_first_exactly_once(context: int, count: int, bos: int | None) -> None:
     assert scored("sliding", context, count, bos) == list(range(FIRST if bos else FIRST + 1, FIRST + count))
 
 
-@settings(deadline=None)
-@given(context=st.integers(2, 14), count=st.integers(2, 60))
-def test_sliding_gives_every_later_token_at_least_half_a_block_of_context(context: int, count: int) -> None:
-    (_, *later) = cut("sliding", context, count)
-    assert all(first >= context // 2 and len(ids) <= context for ids, first in later)
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(context=st.integers(2, 14), count=st.integers(2, 60))
 def test_bos_scores_every_token_of_full_blocks_once(context: int, count: int) -> None:
     kept = count // (context - 1) * (context - 1) or count
     assert scored("bos", context, count) == list(range(FIRST, FIRST + kept))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(context=st.integers(2, 14), count=st.integers(2, 60), bos=st.sampled_from([None, BOS]))
 def test_paper_leaves_out_the_first_token_of_every_block(context: int, count: int, bos: int | None) -> None:
     text = [*([BOS] if bos else []), *range(FIRST, FIRST + count)]
@@ -109,19 +87,12 @@ def test_paper_leaves_out_the_first_token_of_every_block(context: int, count: in
     assert scored("paper", context, count, bos) == [token for i, token in enumerate(kept) if i % context]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("context", [1, 0, -5])
-def test_a_context_that_predicts_nothing_is_refused(protocol: str, context: int) -> None:
-    with pytest.raises(Refusal, match=f"a context of {context} predicts nothing: it must be at least 2 tokens"):
-        Protocol.named(protocol, context)
-
-
-def test_an_unknown_protocol_is_refused_with_the_list() -> None:
+def test_protocols_that_there_are_not_are_refused() -> None:
+    for context in (1, -5):
+        with pytest.raises(Refusal, match=f"a context of {context} predicts nothing: it must be at least 2 tokens"):
+            Protocol.named("paper", context)
     with pytest.raises(Refusal, match=r"no protocol 'papre' \(choose paper, bos, sliding\)"):
         Protocol.named("papre", 64)
-
-
-def test_bos_needs_a_tokenizer_that_adds_one() -> None:
     with pytest.raises(
         Failure, match="'bos' opens every block with a BOS token, and the model's tokenizer adds none"
     ) as caught:

@@ -22,9 +22,8 @@ from attention.errors import Failure, Refusal
 from attention.spec import AttentionSpec
 from eval.inputs.source import Source
 from eval.machine import clock
-from eval.machine.device import free_memory, trim_memory
-from eval.report.quality import require_room
-from eval.speed import bench, model_run, workload
+from eval.machine.device import free_memory, memory_for, trim_memory, whole_memory
+from eval.speed import bench
 from eval.speed.bench import BenchSettings, Case, check, run
 from eval.speed.table import to_markdown
 from eval.speed.workload import Workload
@@ -44,6 +43,12 @@ def pair(checkpoint: Make, tmp_path: Path) -> list[Source]:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+def filled(work: Workload) -> Workload:
+    work.to_start()
+    work.prefill()
+    return work
 
 
 # ---- the clock -----------------------------------------------------------------------------------------------------
@@ -86,44 +91,43 @@ def test_a_gpu_times_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["wait", *["before", "mark", "work", "mark"] * 2, "wait"]
 
 
-def test_a_median_comes_with_its_spread() -> None:
-    assert clock.spread([5.0, 1.0, 2.0, 9.0]) == {"median": 3.5, "min": 1.0, "max": 9.0, "rounds": [5.0, 1.0, 2.0, 9.0]}
-
-
-def test_the_machine_is_named() -> None:
+def test_the_machine_is_named_and_its_memory_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = clock.hardware(CPU)
     assert machine["name"]
-    assert machine["threads"] == torch.get_num_threads()
-    assert machine["torch"] == torch.__version__
-
-
-def test_free_memory_of_this_machine_is_less_than_it_has() -> None:
-    import os
-
-    assert 2**20 < free_memory(CPU) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_memory_is_trimmed_where_the_c_library_does_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (machine["threads"], machine["torch"]) == (torch.get_num_threads(), torch.__version__)
+    assert 2**20 < free_memory(CPU) < whole_memory(CPU)
     asked = list[int]()
     for library in (SimpleNamespace(malloc_trim=asked.append), SimpleNamespace()):
         monkeypatch.setattr("ctypes.CDLL", lambda name, library=library: library)
         trim_memory()
-    assert asked == [0]
+    assert asked == [0], "where the C library trims"
+
+
+def test_the_peak_is_of_what_a_prefill_and_a_step_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: log.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: log.append("read") or 410)
+    works = {name: lambda name=name: log.append(name) for name in ("to_start", "to_last", "prefill", "step")}
+    work: Any = SimpleNamespace(ids=SimpleNamespace(device=torch.device("cuda")), **works)
+    assert bench._peak(work) == 410
+    measured = ["reset_peak_memory_stats", "prefill", "to_last", "step", "synchronize", "read"]
+    assert log == ["to_start", "synchronize", *measured]
 
 
 # ---- a step --------------------------------------------------------------------------------------------------------
 
+LONG = "windows longer than the context"
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_model(tiny_config("llama")),
     "mla stock": mla_model,
     "mla absorbed": lambda: absorb(mla_model(), when="always"),
-    "windows longer than the context": lambda: tiny_model(tiny_config("mistral", sliding_window=64)),
+    LONG: lambda: tiny_model(tiny_config("mistral", sliding_window=64)),
 }
 
 
 @pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("chunk", [20, 7])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "chunk"), [("llama", 7), ("mla stock", 20), ("mla absorbed", 7), (LONG, 20)])
 def test_every_step_reads_the_last_token_over_all_others(name: str, chunk: int) -> None:
     model = MODELS[name]()
     work = Workload(model, 3, 20)
@@ -141,48 +145,20 @@ def test_every_step_reads_the_last_token_over_all_others(name: str, chunk: int) 
 
 
 @pytest.mark.usefixtures("no_grad")
-def test_the_attention_of_a_step_sees_one_query_and_no_more_than_the_context() -> None:
-    model, seen = tiny_model(tiny_config("llama")), list[tuple[int, ...]]()
-    work = Workload(model, 2, 24)
-    work.fill()
-    hook = model.model.layers[1].self_attn.register_forward_hook(
-        lambda module, args, kwargs, out: seen.append((kwargs["hidden_states"].shape[1], kwargs["attention_mask"].shape[-1])),
-        with_kwargs=True,
-    )
-    work.to_last()
-    work.step()
-    hook.remove()
-    assert seen == [(1, 24)]
-
-
-@pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize(
-    ("make", "per_token"),
+    ("make", "per_token", "tokens"),
     [
-        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=8)), 3 * 2 * 8 * 8 * 4),
-        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=2)), 3 * 2 * 2 * 8 * 4),
-        (mla_model, 3 * (16 + 8) * 4),
+        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=8)), 3 * 2 * 8 * 8 * 4, 20),
+        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=2)), 3 * 2 * 2 * 8 * 4, 20),
+        (mla_model, 3 * (16 + 8) * 4, 20),
+        (lambda: tiny_model(tiny_config("mistral", sliding_window=8)), 3 * 2 * 4 * 8 * 4, 8),
     ],
-    ids=["mha", "gqa", "mla"],
+    ids=["mha", "gqa", "mla", "window"],
 )
-def test_the_cache_holds_what_the_config_predicts(make: Callable[[], Any], per_token: int) -> None:
-    work = Workload(make(), 2, 10)
-    work.fill()
+def test_the_cache_holds_what_the_config_predicts(make: Callable[[], Any], per_token: int, tokens: int) -> None:
+    work = filled(Workload(make(), 2, 20))
     spec = AttentionSpec.from_config(work.model.config)
-    work.check_cache("it", spec, "float32")
-    assert work.cache_bytes == 2 * 10 * per_token
-    with pytest.raises(Failure, match=rf"live cache of it holds {20 * per_token} bytes, its config predicts {10 * per_token}"):
-        work.check_cache("it", spec, "bfloat16")
-
-
-@pytest.mark.usefixtures("no_grad")
-def test_windows_are_counted_as_they_are_kept() -> None:
-    work = Workload(tiny_model(tiny_config("mistral", sliding_window=8)), 1, 20)
-    work.fill()
-    work.check_cache("it", AttentionSpec.from_config(work.model.config), "float32")
-    assert work.cache_bytes == 8 * 3 * 2 * 4 * 8 * 4
-    with pytest.raises(Failure, match=r"holds 6144 bytes, its config predicts 12288"):
-        work.check_cache("it", AttentionSpec.from_config(work.model.config), "float64")
+    assert work.cache_bytes == 2 * spec.cache_bytes("float32", 20, static=True) == 2 * tokens * per_token
 
 
 def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
@@ -194,11 +170,11 @@ def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
 @pytest.mark.usefixtures("no_grad")
 def test_logits_that_are_no_numbers_are_no_speed() -> None:
     work = Workload(mla_model(dtype=torch.float16, size=2.0**20), 1, 8)  # the constant of the latent norm overflows
-    work.fill()
+    filled(work)
     with pytest.raises(Failure, match=r"logits of it \(DeepseekV3ForCausalLM\) are not finite in float16"):
         work.check_logits("it", "float16")
     absorb(work.model)
-    work.fill()
+    filled(work)
     work.check_logits("it", "float16")
     work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, VOCABULARY), torch.nan))  # compiled, and wrong
     with pytest.raises(Failure, match=r"\(DeepseekV3ForCausalLM, compiled\) are not finite") as caught:
@@ -207,15 +183,14 @@ def test_logits_that_are_no_numbers_are_no_speed() -> None:
 
 
 @pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("absorbed", [False, True])
-def test_a_compiled_step_gives_the_same_logits(absorbed: bool) -> None:
-    work = Workload(absorb(mla_model()) if absorbed else tiny_model(tiny_config("llama")), 2, 12)
-    work.fill()
+def test_a_compiled_step_gives_the_same_logits() -> None:
+    work = Workload(absorb(mla_model(num_hidden_layers=1)), 2, 12)
+    filled(work)
     work.to_last()
     expected = work.step()
     work.compile("eager")  # traced as for any other backend
     torch._dynamo.utils.counters.clear()
-    for _ in range(3):
+    for _ in range(2):
         work.to_last()
         assert error(work.step(), expected) < 1e-6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -223,43 +198,6 @@ def test_a_compiled_step_gives_the_same_logits(absorbed: bool) -> None:
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
-
-
-class Hungry:
-    """A model that has memory for so many new tokens at once."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.pieces = most, list[int]()
-
-    def __call__(self, ids: torch.Tensor, **kwargs: Any) -> None:
-        self.pieces.append(ids.shape[1])
-        if ids.shape[1] > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
-
-
-def test_a_prefill_that_does_not_fit_is_cut() -> None:
-    work = Workload(tiny_model(tiny_config("llama")), 1, 1000)
-    work.model = Hungry(300)
-    work.fill()
-    assert work.chunk == 250
-    assert work.model.pieces == [1000, 500, 250, 250, 250, 250]
-
-
-def test_a_prefill_that_never_fits_fails() -> None:
-    work = Workload(tiny_model(tiny_config("llama")), 1, 1024)
-    work.model = Hungry(100)
-    with pytest.raises(torch.OutOfMemoryError):
-        work.fill()
-    assert work.model.pieces == [1024, 512, 256, 128]
-
-
-def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
-    def broken() -> None:
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        workload.fits(broken)
-    assert not workload.fits(lambda: torch.empty(2**60))  # as a CPU says it
 
 
 @pytest.mark.parametrize(
@@ -276,83 +214,58 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
     ],
 )
 def test_a_lack_of_memory_is_told_from_other_errors(kind: type[RuntimeError], said: str, lacking: bool) -> None:
-    asked = list[str]()
-
-    def work() -> None:
-        asked.append("memory")
+    with pytest.raises(Failure if lacking else kind), memory_for("it", "free some"):
         raise kind(said)
-
-    with contextlib.nullcontext() if lacking else pytest.raises(kind):
-        assert not workload.fits(work)
-    assert asked == ["memory"]
-
-
-def test_the_peak_on_a_gpu_is_without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    others, own = 5000, 300 + 40  # the model's weights and cache
-    now, peak = [others + own], [10**6]  # once, long ago
-
-    def prefill() -> None:
-        peak[0] = max(peak[0], now[0] + 70)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now[0])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, now[0]))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(bench, "weight_bytes", lambda model: 300)
-    rest = dict.fromkeys(("to_start", "to_last", "step"), lambda: None)
-    work: Any = SimpleNamespace(ids=SimpleNamespace(device=torch.device("cuda")), model=None, cache_bytes=40, **rest)
-    work.prefill = prefill
-    assert bench._peak(work) == 300 + 40 + 70
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_models_are_gone_when_their_memory_is_given_back(
+def test_a_model_is_gone_when_its_memory_is_given_back(
     fails: bool, pair: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, _ = check(pair, SHORT)
     alive, order = list[Any](), list[str]()
+
+    def measure(run: Any, model: Any, *rest: Any) -> dict[str, Any]:
+        alive.append(weakref.ref(model))
+        order.append("measured")
+        if fails:
+            raise ValueError
+        return {"batch": 1, "context": 1}
 
     def give_back() -> None:
         order.append("memory")
-        alive[:] = [model() for model in alive]
+        if not fails:  # else the error holds it
+            alive[:] = [model() for model in alive]
 
+    monkeypatch.setattr(bench, "_measure", measure)
     monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("compiled"))
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
-    with contextlib.suppress(ValueError), model_run.loaded(runs, CPU) as models:
-        alive += map(weakref.ref, models)
-        if fails:
-            raise ValueError
-    assert order == ["compiled", "memory"]
-    assert alive == [None, None]
+    with contextlib.suppress(ValueError):
+        run(pair[:1], SHORT)
+    assert order == ["measured", "compiled", "memory"]
+    assert fails or alive == [None]
 
 
 # ---- side by side --------------------------------------------------------------------------------------------------
 
 
 class FakeClock:
-    """In place of `timed`: seconds by model type and kind of work; a list gives one value after the other."""
+    """In place of `timed`: seconds by model type and kind of work, one after the other."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
-        self.seconds = {
-            key: iter(value) if isinstance(value, list) else itertools.repeat(value) for key, value in seconds.items()
-        }
-        self.turns = list[str]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: Sequence[float]) -> None:
+        self.seconds = {key: itertools.cycle(values) for key, values in seconds.items()}
         monkeypatch.setattr(bench, "timed", self)
 
     def __call__(self, device: torch.device, work: Any, before: Any, times: int) -> list[float]:
         before()
         work()
-        kind = work.__self__.model.config.model_type
-        if work.__name__ == "prefill":
-            self.turns.append(kind)
-        elif times != SHORT.steps:
+        if work.__name__ == "step" and times != SHORT.steps:
             return [77.0] * times  # warming up
-        return [next(self.seconds[f"{kind}_{work.__name__}"]) for _ in range(times)]
+        return [next(self.seconds[f"{work.__self__.model.config.model_type}_{work.__name__}"]) for _ in range(times)]
 
 
 def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [0.5, 1.5, 3.0, 5.0, 2.0, 2.0]  # rounds of two: 1, 4 and 2 seconds
-    FakeClock(monkeypatch, llama_prefill=[8.0, 2.0, 4.0], llama_step=steps, deepseek_v3_prefill=1.0, deepseek_v3_step=0.25)
+    FakeClock(monkeypatch, llama_prefill=[8.0, 2.0, 4.0], llama_step=steps, deepseek_v3_prefill=[1.0], deepseek_v3_step=[0.25])
     report = run(pair, replace(SHORT, batches=(3,)))
     (source,), (latent,) = (entry["cases"] for entry in report["models"])
     assert source["prefill_seconds"] == {"median": 4.0, "min": 2.0, "max": 8.0, "rounds": [8.0, 2.0, 4.0]}
@@ -369,68 +282,31 @@ def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypat
 
 
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
-    report = run(pair, replace(SHORT, batches=(2, 1), contexts=(16, 8), stock=True))
+    report = run(pair, replace(SHORT, batches=(2, 1), contexts=(16, 8), rounds=2, steps=1, stock=True))
     assert set(report) == {"kvfold", "setup", "models"}
-    asked = {"rounds": 3, "steps": 2, "compile": False, "order": "alternating"}
-    assert report["setup"] | asked == report["setup"]
-    assert [(m["kind"], m["runtime"]) for m in report["models"]] == [
-        ("MHA", "transformers"),
-        ("MLA-16+8", "absorbed"),
-        ("MLA-16+8", "transformers"),
-    ]
+    assert report["setup"] | {"rounds": 2, "steps": 1, "compile": False} == report["setup"]
+    runtimes = [("MHA", "transformers"), ("MLA-16+8", "absorbed"), ("MLA-16+8", "transformers")]
+    assert [(entry["kind"], entry["runtime"]) for entry in report["models"]] == runtimes
     for entry in report["models"]:
         assert [(row["batch"], row["context"]) for row in entry["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
         for row in entry["cases"]:
-            assert all(
-                row[phase]["min"] <= row[phase]["median"] <= row[phase]["max"] for phase in ("prefill_seconds", "step_seconds")
-            )
-            assert len(row["step_seconds"]["rounds"]) == 3
+            for seconds in (row["prefill_seconds"], row["step_seconds"]):
+                assert seconds["min"] <= seconds["median"] <= seconds["max"]
+                assert len(seconds["rounds"]) == 2
             assert row["prefill_chunk"] == row["context"]
             assert (row["backend"], row["backend_reason"]) == ("torch" if entry["runtime"] == "absorbed" else None, None)
             assert row["peak_bytes"] is None
-    assert report["models"][0]["weight_bytes"] == sum(
-        p.nbytes for p in tiny_model(tiny_config("llama", num_key_value_heads=8)).parameters()
-    )
+    source = tiny_model(tiny_config("llama", num_key_value_heads=8))
+    assert report["models"][0]["weight_bytes"] == sum(parameter.nbytes for parameter in source.parameters())
 
 
-@pytest.mark.parametrize("compile_steps", [False, True])
-def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Make, compile_steps: bool) -> None:
-    source = Source.parse(str(checkpoint(num_key_value_heads=2)))
-    settings = replace(SHORT, stock=True, compile=compile_steps, backend="aot_eager")
-    report = run([source], settings)
+def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Make) -> None:
+    report = run([Source.parse(str(checkpoint(num_key_value_heads=2, num_hidden_layers=1)))], replace(SHORT, stock=True))
     assert [(m["kind"], m["runtime"]) for m in report["models"]] == [("GQA-2", "packed"), ("GQA-2", "transformers")]
     assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
 
 
-def test_what_cannot_be_packed_runs_as_it_is(checkpoint: Make, warned: Callable[[], list[str]]) -> None:
-    report = run([Source.parse(str(checkpoint("gemma2")))], SHORT)
-    assert report["models"][0]["runtime"] == "transformers"
-    said = "source runs as transformers has it: cannot pack model.layers.0.self_attn of Gemma2ForCausalLM: it attends"
-    assert warned()[0].startswith(said)
-
-
-def test_models_that_fit_together_take_turns(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeClock(monkeypatch, llama_prefill=1.0, llama_step=1.0, deepseek_v3_prefill=1.0, deepseek_v3_step=1.0)
-    assert run(pair, SHORT)["setup"]["order"] == "alternating"
-    a, b = "llama", "deepseek_v3"
-    assert fake.turns == [a, b, b, a, a, b]
-    fake.turns.clear()
-    runs, _ = check(pair, SHORT)
-    needed = sum(e.weight_bytes + e.cache_bytes(1, 16) for e in runs)
-    for free, turns in ((2 * needed, [a, b, b, a, a, b]), (2 * needed - 1, [a, a, a, b, b, b])):
-        monkeypatch.setattr(bench, "free_memory", lambda device, free=free: free)
-        order = run(pair, SHORT)["setup"]["order"]
-        assert (order == "alternating") == (turns[1] == b)
-        assert fake.turns == turns
-        fake.turns.clear()
-
-
-def test_compiled_models_are_measured_one_after_another(pair: list[Source]) -> None:
-    report = run(pair, replace(SHORT, rounds=1, compile=True, backend="eager"))
-    assert report["setup"]["order"] == "one after another"
-
-
-def test_peaks_are_those_of_steps_that_allocate(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_those_of_steps_that_allocate(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled step replays a CUDA graph; that its logits are numbers is looked at before and after it is compiled."""
     log = list[str]()
 
@@ -441,23 +317,24 @@ def test_peaks_are_those_of_steps_that_allocate(pair: list[Source], monkeypatch:
     wrap("compile", "compile")
     wrap("check_logits", "logits")
     monkeypatch.setattr(bench, "_peak", lambda work: log.append("peak") or 7)
-    (entry,) = run(pair[:1], replace(SHORT, rounds=1, compile=True, backend="eager"))["models"]
+    grouped = Source.parse(str(checkpoint(num_key_value_heads=2, num_hidden_layers=1)))
+    (entry,) = run([grouped], replace(SHORT, rounds=1, compile=True, backend="eager"))["models"]
     assert log == ["logits", "peak", "compile", "logits"]
-    assert entry["cases"][0]["peak_bytes"] == 7
+    assert (entry["cases"][0]["peak_bytes"], entry["runtime"], entry["cases"][0]["backend"]) == (7, "packed", "torch")
 
 
-def test_a_model_alone_has_no_order(pair: list[Source]) -> None:
-    assert run(pair[:1], SHORT)["setup"]["order"] is None
-
-
-def test_latent_attention_of_another_class_runs_as_it_is(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+def test_what_cannot_be_packed_or_absorbed_runs_as_it_is(
+    checkpoint: Make, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
     sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 8}
     model = tiny_model(tiny_config("deepseek_v2", q_lora_rank=None, first_k_dense_replace=3, n_routed_experts=2, **sizes))
     model.save_pretrained(tmp_path / "v2")
-    report = run([Source.parse(str(tmp_path / "v2"))], SHORT)
-    assert report["models"][0]["runtime"] == "transformers"
+    report = run([Source.parse(str(checkpoint("gemma2"))), Source.parse(str(tmp_path / "v2"))], SHORT)
+    assert [entry["runtime"] for entry in report["models"]] == ["transformers"] * 2
     said = "v2 runs as transformers has it: DeepseekV2ForCausalLM has no latent attention that can be absorbed"
-    assert warned()[0].startswith(said)
+    assert any(line.startswith(said) for line in warned())
+    said = "source runs as transformers has it: cannot pack model.layers.0.self_attn of Gemma2ForCausalLM: it attends"
+    assert any(line.startswith(said) for line in warned())
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
@@ -524,18 +401,6 @@ def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -
     assert text.count("Warning: triton is too old.") == 1
     assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 2, "a row and a line"
     assert all(line.isprintable() for line in text.split("\n"))
-
-
-def test_figures_are_not_replaced_unasked(tmp_path: Path) -> None:
-    names = ("bench.json",)
-    require_room(tmp_path / "new" / "one", names, False)
-    (tmp_path / "bench.json").write_text("costly")
-    require_room(tmp_path, names, True)
-    with pytest.raises(Refusal, match=r"bench\.json exists") as caught:
-        require_room(tmp_path, names, False)
-    assert caught.value.hint == "give --overwrite, or another --output"
-    with pytest.raises(Refusal, match="is not a directory that you may write to"):
-        require_room(tmp_path / "bench.json" / "speed", names, False)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

@@ -18,11 +18,7 @@ from eval.terminal.tables import table
 HOSTILE = "a\nb\r\x1b[31m\x07\u202e\u2066\u200f\x85\u2028\u00ad\udce9`|<b>*x*[l](u)"
 
 
-@pytest.mark.parametrize("text", ["plain", "ein Modell, größer", "日本語", "emoji 🦙", ""])
-def test_what_is_printable_stays(text: str) -> None:
-    assert printable(text) == printable_lines(text) == text
-
-
+@settings(deadline=None, max_examples=50)
 @given(st.text(st.characters(exclude_categories=()), max_size=40))
 def test_nothing_that_steers_a_terminal_is_printed(text: str) -> None:
     for shown in (printable(text), markdown(text), printable_lines(text).replace("\n", " ")):
@@ -33,26 +29,23 @@ def test_nothing_that_steers_a_terminal_is_printed(text: str) -> None:
     assert printable_lines(text).count("\n") == text.count("\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        ("llama-2-7b_gqa8.v1", "llama-2-7b_gqa8.v1"),
-        ("größe_é_x", "größe_é_x"),
-        ("_x_ __y__ a_ _b", r"\_x\_ \_\_y\_\_ a\_ \_b"),
-        ("`code` *bold* ~no~", r"\`code\` \*bold\* \~no\~"),
-        ("[a](b) ![c](d)", r"\[a\](b) !\[c\](d)"),
-        ("<script>", r"\<script\>"),
-        ("a|b", r"a\|b"),
-        ("a\\b", r"a\\b"),
-        ("$x^2$", r"\$x^2\$"),
-        ("&lt; &#60; R&D", r"\&lt; \&#60; R&D"),
-        ("C# # #1", r"C# \# \#1"),
-        ("two\nlines", "two lines"),
-    ],
-)
-def test_markup_is_escaped_where_it_is_markup(text: str, escaped: str) -> None:
-    assert markdown(text) == escaped
-    assert re.sub(r"\\(.)", r"\1", escaped) == text.replace("\n", " "), "nothing is lost"
+ESCAPED = {
+    "llama-2-7b_gqa8.v1": "llama-2-7b_gqa8.v1",
+    "größe_é_x 日本語 🦙": "größe_é_x 日本語 🦙",
+    "_x_ __y__ a_ _b": r"\_x\_ \_\_y\_\_ a\_ \_b",
+    "`code` *bold* ~no~": r"\`code\` \*bold\* \~no\~",
+    "[a](b) ![c](d) <script>": r"\[a\](b) !\[c\](d) \<script\>",
+    "a|b a\\b $x^2$": r"a\|b a\\b \$x^2\$",
+    "&lt; &#60; R&D": r"\&lt; \&#60; R&D",
+    "C# # #1": r"C# \# \#1",
+    "two\nlines": "two lines",
+}
+
+
+@pytest.mark.parametrize("text", ESCAPED)
+def test_markup_is_escaped_where_it_is_markup(text: str) -> None:
+    assert markdown(text) == ESCAPED[text]
+    assert re.sub(r"\\(.)", r"\1", ESCAPED[text]) == printable(text), "nothing is lost"
 
 
 def test_a_table_of_hostile_cells_keeps_its_shape() -> None:
@@ -80,7 +73,7 @@ def test_a_command_is_one_printable_line(words: list[str], line: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=12), min_size=1, max_size=4)
 )

@@ -11,7 +11,7 @@ from records import factored, inputs, record
 from attention.forward import attention_output, output_error
 from attention.record import FactoredAttention
 from convert.methods.blocks import Blocks
-from convert.methods.constant_norm import with_constant_norm
+from convert.methods.portable_norm import with_constant_norm
 
 WIDTH = 20
 
@@ -52,9 +52,8 @@ def of_one_size(x: torch.Tensor) -> torch.Tensor:
 def test_a_latent_that_holds_everything_is_made_constant() -> None:
     """Inputs of one size have a quadratic form that is constant, and a latent of full rank can hold it."""
     x, others = of_one_size(inputs(WIDTH, tokens=128, blocks=32)).split(16)
-    errors = [error(latent(rank, bias=False), x, others) for rank in (4, 12, 20)]
-    assert errors[2] < 0.01 * errors[0]
-    assert errors[2] < 1e-3
+    errors = [error(latent(rank, bias=False), x, others) for rank in (4, 20)]
+    assert errors[1] < min(1e-3, 0.01 * errors[0])
 
 
 def test_more_text_is_better() -> None:
@@ -76,23 +75,11 @@ def test_tokens_count_as_much_as_they_are_attended_to() -> None:
     assert off[0] < 0.5 * off[1]
 
 
-def test_shares_of_a_block_are_fitted_as_blocks() -> None:
-    x = of_one_size(inputs(WIDTH, tokens=64, blocks=4))
-    cut = Blocks(x, (1, 1, 4, 4))
-    found = with_constant_norm(record(2), latent(), cut)
-    assert torch.isfinite(attention_output(found, cut.blocks)).all()
-
-
-def test_tokens_of_zeros_add_nothing() -> None:
-    x = inputs(WIDTH)
+def test_tokens_of_zeros_add_nothing_and_silent_layers_stay_silent() -> None:
+    x, a = inputs(WIDTH), latent()
     x[0, 3] = 0
-    found = with_constant_norm(record(2), latent(), Blocks.whole(x))
+    silent = dataclasses.replace(a, o=a.o * 0, o_bias=a.o[:, 0, 0] * 0)
+    assert not attention_output(with_constant_norm(record(2), silent, Blocks(x, (1, 4))), x).any()
+    found = with_constant_norm(record(2), a, Blocks.whole(x))
     assert not found.latent(x)[0, 3].any()
     assert torch.isfinite(attention_output(found, x)).all()
-
-
-def test_silent_layers_stay_silent() -> None:
-    a = latent()
-    silent = dataclasses.replace(a, o=a.o * 0, o_bias=a.o[:, 0, 0] * 0)
-    found = with_constant_norm(record(2), silent, Blocks.whole(inputs(WIDTH)))
-    assert not attention_output(found, inputs(WIDTH)).any()

@@ -1,0 +1,125 @@
+"""What arguments and configs of a healing show is refused before weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCABULARY, tiny_config, tiny_model
+from transformers import integrations
+from written import weights
+
+from attention.errors import Refusal
+from convert import heal, mqa
+from convert.healing.plan import start_rate
+
+Results = Callable[[str], Path]
+
+
+@pytest.fixture
+def planned(text: Path, sizes: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
+    """The plan of a healing: `planned(path, ce=0.5)`."""
+    return lambda path, **given: heal(path, tmp_path / "out", **({"text": text, "dry_run": True} | sizes | given)).plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lr": 0.0}, "lr is"),
+        ({"lr": "fast"}, "invalid learning rate 'fast'"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": "many"}, "invalid number of tokens"),
+        ({"context": 500}, "exceeds the 128 positions"),
+        ({"ce": -1.0}, "ce is"),
+        ({"device": "tpu"}, "no device 'tpu'|not supported"),
+        ({"effort": "all", "tokens": None}, "no effort 'all'"),
+        ({"train": "everything"}, "nothing trains 'everything'"),
+        ({"lora_rank": 4, "train": "all"}, "--lora-rank 4 is for --train lora, not all"),
+        ({"cache_dtype": "int5"}, "no KV cache is kept in 'int5'"),
+        ({"cache_dtype": "int8", "checkpointing": True}, "--checkpointing computes layers again without a cache"),
+        ({"track": "pencil"}, "transformers knows no tracker 'pencil'"),
+        ({"track": "wandb"}, "the package of the tracker wandb is not installed"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(
+    changes: dict[str, Any], says: str, converted: Path, planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", list)
+    with pytest.raises(Refusal, match=says):
+        planned(converted, **changes)
+
+
+def test_a_package_that_is_not_installed(converted: Path, planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Refusal, match="needs peft") as error:
+        planned(converted, train="lora")
+    assert "kvfold[lora]" in str(error.value.hint)
+
+
+def test_a_teacher_that_is_not_the_source(
+    converted: Path, shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path
+) -> None:
+    tiny_model(tiny_config("llama", vocab_size=80)).save_pretrained(tmp_path / "other")
+    with pytest.raises(Refusal, match=rf"\({VOCABULARY} tokens\) and its teacher .* \(80\) differ"):
+        planned(converted, teacher=tmp_path / "other")
+    with pytest.raises(Refusal, match="names its source"):
+        planned(shelf("llama"))
+    source = shelf("llama")
+    assert planned(converted).notes == planned(converted, teacher=source).notes == ()
+    (note,) = planned(converted, teacher=converted).notes
+    assert f"conversion.json says that it was made from {source}, and the teacher is {converted}" in note
+    moved = Path(shutil.copytree(converted, tmp_path / "moved"))
+    provenance = json.loads((moved / "conversion.json").read_text())
+    provenance["recipe"]["mqa"]["model"] = str(tmp_path / "gone")
+    (moved / "conversion.json").write_text(json.dumps(provenance))
+    with pytest.raises(Refusal, match="gone, which is not there") as error:
+        planned(moved)
+    assert "--teacher" in str(error.value.hint)
+    assert planned(moved, teacher=source).teacher.reference == str(source)
+
+
+def test_pickled_weights_and_stacked_experts(shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path) -> None:
+    mqa(shelf("mixtral"), tmp_path / "mqa", method="mean")
+    with pytest.raises(Refusal, match="cannot be written back"):
+        planned(tmp_path / "mqa", train="all")
+    torch.save(weights(tmp_path / "mqa"), tmp_path / "mqa" / "pytorch_model.bin")
+    (tmp_path / "mqa" / "model.safetensors").unlink()
+    with pytest.raises(Refusal, match="holds pickled weights"):
+        planned(tmp_path / "mqa")
+
+
+def test_an_output_that_exists(converted: Path, text: Path, sizes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="lie inside each other"):
+        heal(converted, converted / "out", text=text, **sizes)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    for how, says in (({}, "exists already"), ({"overwrite": True}, "has no conversion.json of kvfold")):
+        with pytest.raises(Refusal, match=says):
+            heal(converted, tmp_path / "out", text=text, **how, **sizes)
+
+
+def test_rates_are_tried_where_a_fifth_of_the_steps_suffices(results: Results, planned: Callable[..., Any]) -> None:
+    given = {"lr": "auto", "batch_tokens": 16}
+    few, enough = (planned(results("mla"), tokens=16 * steps, **given) for steps in (149, 150))
+    middle = start_rate(0.5, 64)
+    assert (few.trial_steps, few.rates(0.5)) == (0, [middle])
+    assert (enough.trial_steps, enough.rates(0.5)) == (10, [middle / 3, middle, 3 * middle])
+    assert (enough.most_rates, planned(results("mla"), tokens=16 * 3000, **given).most_rates) == (3, 6)
+    lora = planned(results("mla"), tokens=16 * 149, train="lora", **given)
+    assert (lora.lora_rank, lora.rates(0.5)) == (16, [10 * middle])
+    assert [start_rate(loss, 2048) for loss in (1.1, 0.3, 0.1, -0.1)] == [8e-5, 3e-5, 1e-5, 1e-5]
+
+
+def test_the_format_is_that_of_the_conversion_unless_another_is_given(
+    results: Results, converted: Path, planned: Callable[..., Any]
+) -> None:
+    assert planned(converted).cache_dtype == "float32"
+    assert planned(results("int2")).cache_dtype == planned(results("int2")).recipe()["cache_dtype"] == "int2"
+    assert planned(results("int2"), cache_dtype="float32").rounding is None
