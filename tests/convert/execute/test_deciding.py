@@ -23,7 +23,7 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
     source = silence(checkpoint(), 1)
     for name, layers in (("silent", 3), ("speaking", 2)):
         monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
-        ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
+        ok(convert("mla", source, tmp_path / name, "--kv-lora-rank", 14, "--qk-rope-head-dim", 2, *on))
     silent, speaking = (read(tmp_path / name / "conversion.json") for name in ("silent", "speaking"))
     tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
     assert len(tried) > 1
