@@ -22,6 +22,7 @@ import transformers
 from click.testing import CliRunner, Result
 from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
+from written import RESULTS, Find, Finished, characters, ok
 
 from attention.models import register
 from convert.execute.checking import checked
@@ -41,18 +42,6 @@ _TOKENIZER = "before transformers 5.23 a qwen2 tokenizer loads by its model type
 _STATIC = "before transformers 5.23 BLOOM raises an error over a static cache"
 # Tests of what transformers itself does from 5.23 on, with what happens before.
 SINCE_5_23 = {
-    **dict.fromkeys(
-        (
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-72]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[svd-qwen2-80]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-72]",
-            "test_latent.py::test_a_rank_that_holds_the_input_loses_nothing[weighted with text-qwen2-80]",
-            "test_latent.py::test_less_is_lost_the_more_channels_there_are[qwen2]",
-            "test_latent.py::test_a_result_runs_where_kvfold_is_not_installed_and_caches_no_more",
-            "test_latent.py::test_the_plan_says_what_is_saved",
-        ),
-        _TOKENIZER,
-    ),
     "test_contract.py::test_full_size_gives_the_sources_logits[svd-qwen2 as deepseek_v3]": _TOKENIZER,
     "test_contract.py::test_small_sizes_run_alike_in_every_way[qwen2 as deepseek_v3]": _TOKENIZER,
     "test_contract.py::test_results_run_where_kvfold_is_not_installed[since 5.23]": f"{_STATIC}; {_TOKENIZER}",
@@ -167,3 +156,27 @@ def convert() -> Callable[..., Result]:
         return CliRunner().invoke(main, [str(a) for a in arguments], color=color)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished(shelf: Callable[..., Path], convert: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory) -> Find:
+    """Results of `RESULTS` that tests have asked for: each is made once, and none is to be changed."""
+    directory, found, logger = tmp_path_factory.mktemp("results"), dict[str, Finished](), logging.getLogger("kvfold")
+    text = characters(directory / "text.txt")
+
+    def find(name: str) -> Finished:
+        if name not in found:
+            model_type, changes, options = RESULTS[name]
+            command, *given = (text if option == "TEXT" else option for option in options)
+            source, out = shelf(model_type, **changes), directory / name
+            with pytest.MonkeyPatch.context() as patch:
+                for kept in ("handlers", "level", "propagate"):  # a command sets up its own
+                    patch.setattr(logger, kept, getattr(logger, kept))
+                if name == "own text":
+                    patch.setattr("convert.planning.calibration.DEFAULT", (OWN,))
+                    patch.setattr("convert.converting.checked", checked)
+                done = ok(convert(command, source, out, *given))
+            found[name] = Finished(source, out, [command, source, out, *given], done.stdout, done.stderr)
+        return found[name]
+
+    return find

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from forked import run_file
 from tiny import tiny_config, tiny_model
-
-import attention
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -43,39 +39,6 @@ def test_the_benchmark_checks_what_it_measures(capsys: pytest.CaptureFixture[str
         benchmark.main(["interpret"])
 
 
-@pytest.mark.parametrize(
-    ("most", "batches"), [(64, [8, 64]), (40, [8, 64, 56, 48, 40]), (9, [8, 64, 56, 48, 40, 32, 24, 16]), (0, [8])]
-)
-def test_the_benchmark_steps_down_to_what_fits(
-    most: int, batches: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    benchmark = script("decode_cuda")
-
-    def timed_steps(built: Any, batch: int, cached: int, rounds: int) -> list[float]:
-        if batch > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return [2.0] * rounds
-
-    config = tiny_config("llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, head_dim=16)
-    model = SimpleNamespace(config=config, dtype=torch.float32)
-    monkeypatch.setattr(benchmark, "build", lambda *_: model)
-    monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
-    monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)
-    monkeypatch.setattr(attention, "restore", lambda *_: None)
-    monkeypatch.setattr(attention, "pack", lambda *_: None)
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # there is nothing to collect, and it takes a quarter of a second
-    a_sequence = 4 * 2 * 8 * 16 * 10
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64.5 * a_sequence / 0.85, None))
-    benchmark.model(SimpleNamespace(batch=8, length=10, layers=1, steps=3))
-    rows = [
-        [cell.strip() for cell in row.split("|")]
-        for row in capsys.readouterr().out.splitlines()
-        if row.startswith("| gqa packed")
-    ]
-    assert [int(row[3]) for row in rows] == batches
-    assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]
-
-
 def table(said: str) -> list[list[str]]:
     """Cells of the table that a benchmark prints, without its head."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
@@ -86,12 +49,11 @@ def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark = script("convert_layers")
     monkeypatch.setattr(benchmark, "CONTEXT", 32)
-    for groups in (2, 1):
-        rows = dict(benchmark.layer_cost(benchmark.Sizes(256, groups, context=32, rank=64, rope=32), "cpu", 1))
-        latent = ["weighted, measure", "weighted", "weighted, pursuit", "svd, measure", "svd", "pca"]
-        refits = [f"{what}, refitted" for what in ("aligned, to 1 KV heads", "weighted")]
-        assert list(rows) == ["aligned, to 1 KV heads", *latent, *refits]
-        assert all(seconds > 0 for seconds, *_ in rows.values())
+    rows = dict(benchmark.layer_cost(benchmark.Sizes(256, 2, context=32, rank=64, rope=32), "cpu", 1))
+    latent = ["weighted, measure", "weighted", "weighted, pursuit", "svd, measure", "svd", "pca"]
+    refits = [f"{what}, refitted" for what in ("aligned, to 1 KV heads", "weighted")]
+    assert list(rows) == ["aligned, to 1 KV heads", *latent, *refits]
+    assert all(seconds > 0 for seconds, *_ in rows.values())
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path / "model")
     benchmark.survey_only(tmp_path / "model", tmp_path)
     assert len(list(tmp_path.glob("source-0000?.safetensors"))) == 3
@@ -154,80 +116,3 @@ def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
     assert row[:2] == ["32 × 64", "32 × 128, 4, swapped"]
     moved, products, arrival = (float(cell) for cell in row[-3:])
     assert 0 < products < moved < arrival
-
-
-@pytest.mark.slow
-def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    benchmark = script("real_llm")
-    for name, value in {"CONTEXTS": (32, 64), "DEVELOPMENT": 128}.items():
-        monkeypatch.setattr(benchmark, name, value)
-    monkeypatch.setattr("eval.quality.recall._TOKENS", 512)
-    model = checkpoint(num_hidden_layers=1, max_position_embeddings=192)
-    for name in ("calibrate", "evaluate"):
-        (tmp_path / name).write_text(f"It was a bright cold day in April, and the {name} clocks were striking. " * 20)
-    command = [
-        *(str(tmp_path / "out"), "--model", str(model), "--text", str(tmp_path / "calibrate")),
-        *("--evaluate", str(tmp_path / "evaluate"), "--calibration-tokens", "256", "--calibration-context", "32"),
-        *("--shares", "50", "--folds", "2,4", "--heal", "256", "--formats", "int8"),
-    ]
-    stopped = benchmark.evaluate
-
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(benchmark, "evaluate", stop)
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.main(command)
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/conversion.json")}
-    assert {path.parent.name for path in made} >= {"gqa-2-mean", "gqa-1-aligned", "mla-28+4-weighted", "mla-28+4-pca-fold-2"}
-    monkeypatch.setattr(benchmark, "evaluate", stopped)
-    benchmark.main(command)
-    out = capsys.readouterr().out
-    assert "nats on text that calibration has not seen" in out
-    assert "loss (nats) on a copy" in out
-    assert all(path.stat().st_mtime_ns == time for path, time in made.items())
-    assert (tmp_path / "out" / "report" / "report.html").is_file()
-    for name in ("gqa-1-aligned", "mla-28+4-weighted"):
-        assert f"| {name}-healed-256 " in out
-    assert "| mla-28+4-weighted (int8 cache) " in out
-
-
-@pytest.mark.slow
-def test_the_table_of_calibrations_goes_on_behind_its_last_row(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    benchmark = script("calibration")
-    model = checkpoint(num_hidden_layers=1)
-    for name in ("one", "two", "held-out"):
-        (tmp_path / name).write_text(f"It was a bright cold day in April, and the {name} clocks were striking. " * 40)
-    command = [
-        *(str(tmp_path / "out"), "--model", str(model), "--target", "mqa", "--target", "24+8"),
-        *("--text", f"one={tmp_path / 'one'}", "--text", f"two={tmp_path / 'two'}"),
-        *("--evaluate", f"held out={tmp_path / 'held-out'}", "--tokens", "256", "--more", "512"),
-        *("--context", "32", "--max-tokens", "512", "--seeds", "2"),
-    ]
-    evaluate, calls = benchmark.evaluate, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return evaluate(*args, **kwargs)
-
-    monkeypatch.setattr(benchmark, "evaluate", counted)
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.main(command)
-    benchmark.main(command)
-    assert len(calls) == 2 * 10 + 2, "ten rows of two targets, one of them twice, and the source once"
-    rows = table(capsys.readouterr().out)
-    assert [row[:3] for row in rows[:9]] == [
-        ["mqa", name, tokens]
-        for name, tokens in (
-            *(("gains alone", "256"), ("random tokens", "256"), ("self", "256"), ("one", "256"), ("two", "256")),
-            *(("self, one", "256"), ("all", "256"), ("self", "512"), ("self, one", "512")),
-        )
-    ]
-    assert ["±" in row[3] for row in rows] == [row[1:3] == ["self", "256"] for row in rows]
-    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,20 @@ Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
+_TEXT = ("--text", "TEXT", "--calibration-tokens", 256, "--calibration-context", 32, "--heal", 0)
+# Results that several files look at, by their source and their command; `finished` of conftest.py makes each once.
+RESULTS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
+    "heads": ("llama", {}, ("gqa", "--groups", 2)),
+    "heads with text": ("llama", {}, ("gqa", "--groups", 2, *_TEXT, "--evaluate", "TEXT")),
+    "one head of kvfold's class": ("gpt_neox", {}, ("mqa", "--method", "mean", "--no-text")),
+    "own text": ("llama", {}, ("mqa", "--calibration-tokens", 512, "--calibration-context", 32)),
+    "latent in shards": ("llama", {}, ("mla", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--max-shard-size", "40KB")),
+    "latent with text": ("llama", {}, ("mla", "--kv-lora-rank", 8, "--qk-rope-head-dim", 4, *_TEXT)),
+    "latent in int4": ("llama", {}, ("mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--cache-dtype", "int4", *_TEXT,
+                                     "--evaluate", "TEXT")),
+    "whole latent": ("llama", {"duplicated": 2}, ("mla", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32)),
+}  # fmt: skip
+
 TENSORS = {  # of several dtypes and shapes, as files hold them
     "a.weight": torch.randn(4, 6),
     "b.weight": torch.randn(5).to(torch.bfloat16),
@@ -24,6 +39,44 @@ TENSORS = {  # of several dtypes and shapes, as files hold them
     "e.scalar": torch.tensor(2.5),
     "f.empty": torch.empty(0, 3),
 }
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A result, the checkpoint that it was made of, and what its command said."""
+
+    source: Path
+    path: Path
+    command: list[Any]
+    stdout: str
+    stderr: str
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return read(self.path / "conversion.json")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read(self.path / "config.json")
+
+    @property
+    def card(self) -> str:
+        return (self.path / "README.md").read_text(encoding="utf-8")
+
+
+# `finished("heads")`, a fixture of conftest.py.
+Find = Callable[[str], Finished]
+
+
+def characters(path: Path, seed: int = 0, count: int = 4000) -> Path:
+    """A file of them, in an order that never repeats."""
+    drawn = torch.randint(97, 123, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
+def read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def ok(result: Any) -> Any:
@@ -45,7 +98,7 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
     names, others = (sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) for path in (a, b))
     assert names == others
     assert any(name.endswith(".safetensors") for name in names), f"there are no weights in {a}"
-    written = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
+    written = [read(path / "conversion.json") for path in (a, b)]
     for provenance in written:
         del provenance["run"]
     assert written[0] == written[1]
@@ -55,8 +108,7 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
 
 def edit(path: Path, **changes: Any) -> Path:
     """Change the config of a checkpoint."""
-    raw = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(raw))
+    (path / "config.json").write_text(json.dumps(read(path / "config.json") | changes))
     return path
 
 
@@ -80,7 +132,7 @@ def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pa
 
 def layer_notes(path: Path) -> list[dict[str, Any]]:
     """What conversion.json says of each layer."""
-    found = list(json.loads((path / "conversion.json").read_text())["layers"])
+    found = list(read(path / "conversion.json")["layers"])
     assert found, f"no layer of {path} was converted"
     return found
 

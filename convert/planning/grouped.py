@@ -59,8 +59,8 @@ def plan_grouped(
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    source, output, device = request.source, request.output, compute_device(request.device)
     require_device(request.device)
+    source, output, device = request.source, request.output, compute_device(request.device)
     family = convertible(source)
     before = family.spec
     spec = before.grouped(groups)

@@ -52,8 +52,8 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    source, output, device = request.source, request.output, compute_device(request.device)
     require_device(request.device)
+    source, output, device = request.source, request.output, compute_device(request.device)
     family = convertible(source)
     if isinstance(family, NormalisedLatent):
         raise Refusal(

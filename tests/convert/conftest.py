@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from written import characters
 
 from convert.execute import deciding
 
@@ -31,10 +32,7 @@ def words(spoken: str, tmp_path: Path) -> Path:
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
     """Characters in an order that never repeats."""
-    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
-    path = tmp_path / "text.txt"
-    path.write_text("".join(map(chr, drawn)))
-    return path
+    return characters(tmp_path / "text.txt")
 
 
 @pytest.fixture
@@ -46,5 +44,4 @@ def on(letters: Path) -> list[Any]:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A latent has the first frequencies that its method offers: to try all takes half of a conversion."""
-    offers = deciding._offers
-    monkeypatch.setattr(deciding, "_offers", lambda *given: offers(*given)[:1])
+    monkeypatch.setattr(deciding, "_errors", lambda job, target, offers, statistics: list(map(float, range(len(offers)))))

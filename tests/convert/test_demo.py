@@ -11,7 +11,7 @@ import pytest
 
 from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
 from convert.demo.showcase import MODEL
-from convert.planning.sizes import LatentRequest
+from convert.planning.sizes import LatentSize
 
 
 def test_the_bundled_checkpoint_is_small_and_truly_multi_head() -> None:
@@ -61,7 +61,7 @@ def test_the_demo_converts_evaluates_and_reports(
     parts = {VALIDATION: slice(2_500), ("difflib", "statistics"): slice(8_000, 11_000)}
     monkeypatch.setattr("convert.demo.showcase._CALIBRATION_TOKENS", 2048)
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4, 1))
-    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentRequest(48, 16),))
+    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentSize(48, 16),))
     monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[parts[modules]])
     demo = tmp_path / "demo"
     result = convert("demo", "--output", demo, "--json", "-q")

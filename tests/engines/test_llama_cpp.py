@@ -6,14 +6,13 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from written import ok
+from written import Convert, Make, ok
 
 from attention import absorb
 from attention.encoded_forward import store_encoded
@@ -38,8 +37,6 @@ pytestmark = [
     pytest.mark.skipif(not LOGITS.exists(), reason="llama.cpp is not built (make test-engines)"),
 ]
 
-Convert = Callable[..., Any]
-Make = Callable[..., Path]
 Done = subprocess.CompletedProcess[str]
 
 
@@ -103,12 +100,8 @@ def test_portable_results_of_other_shapes_run_too(
     layers: int, tied: bool, theta: float, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """At 26 or 27 layers it reads queries without a latent, and at all others with one; random weights."""
-    source = checkpoint(
-        num_hidden_layers=layers,
-        tie_word_embeddings=tied,
-        head_dim=32,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
+    rope = {"rope_type": "default", "rope_theta": theta}
+    source = checkpoint(num_hidden_layers=layers, tie_word_embeddings=tied, head_dim=32, rope_parameters=rope)
     command, *options = PORTABLE
     ok(convert(command, source, tmp_path / "out", *options, *FOR_LLAMA_CPP))
     same_logits(tmp_path / "out")
@@ -146,14 +139,9 @@ BLOCKS = ("mla", "--kv-lora-rank", 96, "--qk-rope-head-dim", 32, "--portable", "
     ("target", "head_dim"), [(("mqa",), 32), (("mqa",), 64), (BLOCKS, 32)], ids=["MQA", "MQA, rotated", "portable"]
 )
 def test_it_stores_blocks_as_kvfold_does(
-    target: tuple[Any, ...],
-    head_dim: int,
-    form: str,
-    checkpoint: Make,
-    convert: Convert,
-    tmp_path: Path,
+    target: tuple[Any, ...], head_dim: int, form: str, checkpoint: Make, convert: Convert, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """What a cache in fewer bits changes is what it changes here: the two differ by less than either from a full cache."""
     command, *options = target
     source = SOURCE if head_dim == 32 else checkpoint(head_dim=head_dim, num_hidden_layers=2)

@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Tokenizer
-from written import edit, ok
+from written import Convert, Make, edit, ok
 
 from attention.kv_bytes import dtype_bytes
 from attention.models.vllm import LATENT_PROVEN, PROVEN
@@ -25,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-engines)"),
 ]
 
-Convert = Callable[..., Any]
-Make = Callable[..., Path]
 SOURCE = Path(__file__).parents[2] / "convert" / "demo" / "python-5m-mha"
 SCRIPT = Path(__file__).with_name("vllm_tokens.py")
 TOKENS = 48
@@ -35,6 +32,7 @@ CACHE = 2**30  # bytes that vLLM may use for keys and values
 LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank")
 TEXT = Path(__file__).parents[2] / "convert" / "api.py"
 TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
+IDS = [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]]  # of models with random weights
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
 
@@ -45,28 +43,12 @@ def tokens_of(model: Path) -> Path:
 def served(
     model: Path, dtype: str, prompts: list[list[int]], compiled: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    settings = more | {
-        "VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))]
     return subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPT),
-            str(model),
-            dtype,
-            str(TOKENS),
-            str(tokens_of(model)),
-            *(["compiled"] if compiled else []),
-        ],
-        input=json.dumps(prompts),
-        capture_output=True,
-        text=True,
-        env=os.environ | settings,
-        timeout=900,
-        check=False,
-    )
+        command + ["compiled"] * compiled, input=json.dumps(prompts), capture_output=True, text=True,
+        env=os.environ | more | settings, timeout=900, check=False,
+    )  # fmt: skip
 
 
 def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) -> torch.Tensor:
@@ -139,7 +121,7 @@ def test_other_output_classes_run_too(
     command, *options = target
     engine = () if model_type == "gpt_neox" else ("--engine", "vllm")
     ok(convert(command, source, tmp_path / "out", *options, *engine))
-    same_tokens(tmp_path / "out", dtype, [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+    same_tokens(tmp_path / "out", dtype, IDS)
 
 
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)
@@ -151,7 +133,7 @@ def test_its_own_deepseek_class_runs_portable_results(
     source = checkpoint("llama", **sizes, max_position_embeddings=256, tie_word_embeddings=tied)
     command, *options = LATENT
     ok(convert(command, source, tmp_path / "out", *options, "--portable", "--text", TEXT, "--calibration-tokens", 8192, *more))
-    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+    same_tokens(tmp_path / "out", "float32", IDS)
 
 
 def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert, tmp_path: Path) -> None:
@@ -170,12 +152,9 @@ def test_kvfolds_class_runs_where_kvfold_is_installed(
 ) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "use_qk_norm": True}
     source = checkpoint(model_type, **sizes, max_position_embeddings=256)
-    ok(
-        convert(
-            "gqa", source, tmp_path / "out", "--groups", groups, "--class", "kvfold", "--engine", "vllm", "--method", "mean"
-        )
-    )
-    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+    ours = ["--class", "kvfold", "--engine", "vllm", "--method", "mean"]
+    ok(convert("gqa", source, tmp_path / "out", "--groups", groups, *ours))
+    same_tokens(tmp_path / "out", "float32", IDS)
 
 
 @pytest.mark.parametrize(("model_type", "compiled"), [*((name, False) for name in LATENT_PROVEN), ("qwen3", True)])
@@ -187,19 +166,14 @@ def test_kvfolds_latents_are_cached_as_they_are(
     source = checkpoint(model_type, **sizes, use_qk_norm=True, max_position_embeddings=256)
     command, *options = LATENT
     ok(convert(command, source, tmp_path / "out", *options, "--no-text", "--engine", "vllm"))
-    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]], compiled)
+    same_tokens(tmp_path / "out", "float32", IDS, compiled)
 
 
 @pytest.mark.parametrize(
     ("model_type", "target", "plugins", "message"),
     [
         ("qwen3", ("mla", "--kv-budget", "50%"), "kvfold", "its attention sees 8 tokens"),
-        (
-            "gemma2",
-            ("mla", "--kv-budget", "50%"),
-            "kvfold",
-            "its latent attention is built around gemma2, which was not run there",
-        ),
+        ("gemma2", ("mla", "--kv-budget", "50%"), "kvfold", "is built around gemma2, which was not run there"),
         ("qwen3", ("gqa", "--groups", 2, "--class", "kvfold"), "", "trust_remote_code=True"),
     ],
     ids=str,

@@ -7,7 +7,6 @@ another file in its place, or none):
 
 - state: of the work directory of a healing that was stopped; `heal --resume` follows
 - conversion: of the work directory of a conversion that was stopped; `mqa --resume` follows
-- cache: of what a teacher said; another `heal` follows
 - sweep: of the results of a sweep; `sweep --resume` follows
 - gguf: the header of a GGUF file; `inspect` follows
 - recipe: conversion.json; `run --dry-run` follows
@@ -51,23 +50,14 @@ HEALING = ("--tokens", "384", "--context", "32", "--batch-tokens", "64", "--lr",
 
 @dataclass
 class Outcome:
-    """What came of all cases; the lists name the cases by kind, number, file and reason."""
+    """What came of all cases; `wrong` names cases by kind, number, file, damage and what went wrong."""
 
     cases: int = 0
     ended_well: int = 0
-    tracebacks: list[str] = field(default_factory=list)
-    hangs: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # an error that is no single line, or no text
-    differ: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lists = {name: getattr(self, name) for name in ("tracebacks", "hangs", "lines", "differ")}
-        found = [f"{self.cases} cases, {self.ended_well} ended well", *(f"{name}: {len(some)}" for name, some in lists.items())]
-        return "\n".join([*found, *(f"  {name} {case}" for name, some in lists.items() for case in some)])
-
-    @property
-    def wrong(self) -> list[str]:
-        return [*self.tracebacks, *self.hangs, *self.lines, *self.differ]
+        return "\n".join([f"{self.cases} cases, {self.ended_well} ended well, {len(self.wrong)} wrong", *self.wrong])
 
 
 @dataclass(frozen=True)
@@ -170,39 +160,36 @@ def stopped(function: str, call: int, *arguments: str) -> None:
     assert result.exit_code == Interrupted.exit_code, result.output
 
 
-def everything(within: str) -> Callable[[Path], list[Path]]:
-    """All files of a part of the template."""
-    return lambda root: sorted(path for path in (root / within).rglob("*") if path.is_file())
+def files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def prepared(kind: str, root: Path) -> Work:
-    """What a kind of damage needs, in the current directory, which is `root`."""
+    """What a kind of damage needs, in the current directory; `root` is where it will lie."""
     tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
     save_tokenizer(Path("source"))
     Path("text.txt").write_text(TEXT)
-    if kind in ("state", "provenance"):
-        done("mqa", "source", "mqa", "--method", "mean", "-q")
     heal = ("heal", "mqa", "out", "--teacher", "source", "--text", "text.txt", *HEALING)
     mqa = ("mqa", "source", "out", "--text", "text.txt", "--text", "self", "--heal", "256", *CALIBRATION)
     sweep = ("sweep", "source", "out", "--groups", "2,1", "--methods", "mean", "--no-text", "--evaluate", "text.txt", *MEASURED)
-    if kind == "state":
-        stopped("convert.healing.trainer.HealingTrainer.compute_loss", 5, *heal)
-        return Work(root, everything("out.partial"), (*heal, "--resume"), "out")
-    if kind == "conversion":
-        stopped("convert.healing.trainer.HealingTrainer.compute_loss", 3, *mqa)
-        return Work(root, everything("out.partial"), (*mqa, "--resume"), "out")
+    if kind in ("state", "provenance"):
+        done("mqa", "source", "mqa", "--method", "mean", "-q")
+    if kind in ("state", "conversion"):
+        command, call = (heal, 5) if kind == "state" else (mqa, 3)
+        stopped("convert.healing.trainer.HealingTrainer.compute_loss", call, *command)
+        return Work(root, lambda at: files_in(at / "out.partial"), (*command, "--resume"), "out")
     if kind == "sweep":
         done(*sweep)
         shutil.rmtree("out/report")
-        return Work(root, lambda root: sorted(root.glob("out/*/*.json")), (*sweep, "--resume"), None)
+        return Work(root, lambda at: sorted(at.glob("out/*/*.json")), (*sweep, "--resume"))
     if kind == "recipe":
         done(*mqa)
-        return Work(root, lambda root: [root / "out" / "conversion.json"], ("run", "out", "again", "--dry-run"))
+        return Work(root, lambda at: [at / "out" / "conversion.json"], ("run", "out", "again", "--dry-run"))
     if kind == "provenance":
-        return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
-    write(Path("model.gguf"), model_of("llama"))
+        return Work(root, lambda at: [at / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
     assert kind == "gguf"
-    return Work(root, lambda root: [root / "model.gguf"], ("inspect", "model.gguf"))
+    write(Path("model.gguf"), model_of("llama"))
+    return Work(root, lambda at: [at / "model.gguf"], ("inspect", "model.gguf"))
 
 
 KINDS = ("state", "conversion", "sweep", "gguf", "recipe", "provenance")
@@ -241,17 +228,17 @@ def one(work: Work, kind: str, count: int, seed: int, place: Path, outcome: Outc
             with weight_files.limited(weight_files.SECONDS):
                 result = run(*work.command)
         except weight_files.TooLongError:
-            outcome.hangs.append(case)
+            outcome.wrong.append(f"{case}: no end within {weight_files.SECONDS} seconds")
             continue
         said = [line for line in result.stderr.splitlines() if line.lower().startswith("error: ")]
         if result.exception is not None and not isinstance(result.exception, SystemExit):
-            outcome.tracebacks.append(f"{case}: {configs.raised_at(result.exception)}")
+            outcome.wrong.append(f"{case}: traceback at {configs.raised_at(result.exception)}")
         elif (result.exit_code and len(said) != 1) or not result.stderr.replace("\n", "").isprintable():
-            outcome.lines.append(f"{case}: {result.exit_code} {result.stderr[-400:]!r}")
+            outcome.wrong.append(f"{case}: not one line, or no text: {result.exit_code} {result.stderr[-400:]!r}")
         if result.exit_code == 0:
             outcome.ended_well += 1
             if work.made and weights(root / work.made) != expected:
-                outcome.differ.append(case)
+                outcome.wrong.append(f"{case}: other weights")
 
 
 def main(count: int = 2000, seed: int = 0, kinds: Sequence[str] = KINDS) -> Outcome:

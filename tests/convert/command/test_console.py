@@ -30,17 +30,6 @@ def test_a_long_stage_says_now_and_then_what_is_left(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_an_hour_takes_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    lines = Lines(lambda: now)
-    for layer in range(61):
-        now = 60 * layer
-        lines("fit", layer, 60, "layer")
-    said = capsys.readouterr().err.splitlines()
-    assert said[:2] == ["fit: 60 layers", "fit: 10%, about 54 minutes left"]
-    assert len(said) == 10
-
-
 def test_what_an_earlier_run_has_done_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     lines = Lines(lambda: now)

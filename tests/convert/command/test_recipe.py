@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import Convert, Find
 
 from attention.errors import Refusal
 from convert.command.cli import main
 from convert.command.recipe import arguments
 
-Convert = Callable[..., Any]
 GQA = {"model": "m", "groups": 2}
 HEAL = {"converted": "c", "teacher": "t"}
 
@@ -33,11 +33,7 @@ def words(tmp_path: Path) -> Callable[..., list[str]]:
     ("recipe", "given", "expected"),
     [
         ({"gqa": GQA}, [], ["--groups=2", "--", "m", "o"]),
-        (
-            {"gqa": GQA | {"class": "kvfold", "refit": False}},
-            [],
-            ["--groups=2", "--class=kvfold", "--no-refit", "--", "m", "o"],
-        ),
+        ({"gqa": GQA | {"class": "a", "refit": False}}, [], ["--groups=2", "--class=a", "--no-refit", "--", "m", "o"]),
         ({"gqa": GQA | {"seed": 3}}, ["--seed", "4", "-q"], ["--groups=2", "--seed=3", "--seed", "4", "-q", "--", "m", "o"]),
         ({"mqa": {"model": "--overwrite", "device": "-x"}}, [], ["--device=-x", "--", "--overwrite", "o"]),
         ({"heal": HEAL | {"lr": 1e-3}}, [], ["--teacher=t", "--lr=0.001", "--", "c", "o"]),
@@ -113,9 +109,8 @@ def test_mistakes_are_named_in_one_line(content: str, given: list[str], said: st
     assert len(errors) == 1
 
 
-def test_options_replace_what_is_recorded(checkpoint: Callable[..., Path], convert: Convert, tmp_path: Path) -> None:
-    assert convert("gqa", checkpoint(), tmp_path / "a", "--groups", 2, "--method", "mean").exit_code == 0
-    planned = convert("run", tmp_path / "a", tmp_path / "b", "--groups", 1, "--dry-run", "--json")
+def test_options_replace_what_is_recorded(finished: Find, convert: Convert, tmp_path: Path) -> None:
+    planned = convert("run", finished("heads").path, tmp_path / "b", "--groups", 1, "--dry-run", "--json")
     assert planned.stderr.startswith("convert gqa --groups=2 ")
     assert json.loads(planned.stdout)["kv_heads_after"] == 1
     assert not (tmp_path / "b").exists()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
 from safetensors.torch import load_file, save_file
-from written import same_but_for_the_run, weights
+from written import Convert, Find, Make, ok, read, refused, same_but_for_the_run
 
 from attention.errors import NotPublished, Refusal
-from convert import gqa, mla, mqa, sweep
+from convert import gqa, mqa, sweep
 from convert.calibration import own_text as writing
 from convert.execute import checking
 from convert.execute.checking import Sample, checked
@@ -24,7 +23,6 @@ from eval.inputs.source import Source
 from eval.inputs.text import Text, tokenize
 from eval.terminal.progress import silent
 
-Make = Callable[..., Path]
 Warned = Callable[[], list[str]]
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"calibration_tokens": 512, "calibration_context": 32}
@@ -40,15 +38,9 @@ def spoil(path: Path) -> None:
 
 def plan_of(source: Path, **changes: Any) -> Any:
     """As much of a plan as the check reads."""
-    method = SimpleNamespace(text="used")
-    given = {
-        "calibration": None,
-        "request": SimpleNamespace(accepts_any_loss=False),
-        "seed": 0,
-        "target": SimpleNamespace(method=method),
-        "rounding": None,
-    }
-    return SimpleNamespace(source=Source.parse(str(source)), **(given | changes))
+    target, request = SimpleNamespace(method=SimpleNamespace(text="used")), SimpleNamespace(accepts_any_loss=False)
+    given = {"calibration": None, "request": request, "seed": 0, "target": target, "rounding": None} | changes
+    return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
 def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, logits: Callable[..., torch.Tensor]) -> None:
@@ -114,104 +106,51 @@ def test_a_model_beyond_memory_is_not_checked_and_cannot_write(
 # ---- whole conversions ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_text_the_model_writes_one(checkpoint: Make, tmp_path: Path, convert: Callable[..., Any]) -> None:
-    source = checkpoint()
-    done = mqa(source, tmp_path / "out", **SIZES)
-    assert done.provenance["calibration"]["texts"] == [
-        {"text": "its own text", "tokens": 512, "hash": done.provenance["calibration_hash"]}
-    ]
-    assert done.provenance["recipe"]["mqa"]["text"] == "self"
-    assert [one["text"] for one in done.provenance["check"]["texts"]] == ["the source's own text"]
-    assert load_file(tmp_path / "out" / "calibration" / "own-text.safetensors")["ids"].shape == (16, 32)
-    assert "of the source's own text" in (tmp_path / "out" / "README.md").read_text()
-    again = convert("run", tmp_path / "out", tmp_path / "again")
-    assert again.exit_code == 0, again.output
-    provenance = json.loads((tmp_path / "again" / "conversion.json").read_text())
-    assert provenance["recipe"] == done.provenance["recipe"]
-    assert provenance["calibration_hash"] == done.provenance["calibration_hash"]
-    first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_without_a_text_the_model_writes_one(finished: Find) -> None:
+    made = finished("own text")
+    text = {"text": "its own text", "tokens": 512, "hash": made.provenance["calibration_hash"]}
+    assert made.provenance["calibration"]["texts"] == [text]
+    assert made.provenance["recipe"]["mqa"]["text"] == "self"
+    assert [one["text"] for one in made.provenance["check"]["texts"]] == ["the source's own text"]
+    assert load_file(made.path / "calibration" / "own-text.safetensors")["ids"].shape == (16, 32)
+    assert "of the source's own text" in made.card
 
 
 def test_a_repeated_conversion_reads_what_was_written(
-    checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    finished: Find, tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = checkpoint().resolve()
-    sizes = ("--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--calibration-tokens", 512, "--calibration-context", 32)
-    assert convert("mla", source, tmp_path / "out", *sizes).exit_code == 0
-
     def other(*args: Any) -> torch.Tensor:
         raise AssertionError("it is not written again")
 
+    made = finished("own text")
     monkeypatch.setattr("convert.execute.inputs.own_text", other)
-    again = convert("run", tmp_path / "out", tmp_path / "again")
-    assert again.exit_code == 0, again.output
-    same_but_for_the_run(tmp_path / "out", tmp_path / "again")
-    file = tmp_path / "out" / "calibration" / "own-text.safetensors"
-    longer = convert(
-        "mqa", source, tmp_path / "more", "--text", file, "--calibration-tokens", 1024, "--calibration-context", 32
-    )
-    assert longer.exit_code == 1
-    assert "holds torch.int32 of shape [16, 32], where 32 rows of 32 tokens" in longer.stderr
+    ok(convert("run", made.path, tmp_path / "again"))
+    same_but_for_the_run(made.path, tmp_path / "again")
+    shutil.copytree(made.path / "calibration", tmp_path / "calibration")
+    file = tmp_path / "calibration" / "own-text.safetensors"
+    command = ("mqa", made.source, tmp_path / "more", "--text", file, "--calibration-context", 32, "--calibration-tokens")
+    refused(convert(*command, 1024), 1, "holds torch.int32 of shape [16, 32], where 32 rows of 32 tokens")
     other_ids = {"ids": load_file(file)["ids"].flip(0)}
     for damage in (lambda: save_file(other_ids, file), lambda: file.write_bytes(b"garbage")):
         damage()
-        refused = convert("mqa", source, tmp_path / "more", "--text", file, *sizes[4:])
-        assert refused.exit_code == 1
-        assert f"{file} is not there, damaged, or not what a model wrote" in refused.stderr
+        refused(convert(*command, 512), 1, f"{file} is not there, damaged, or not what a model wrote")
 
 
-def test_several_texts_share_the_tokens(checkpoint: Make, letters: Path, tmp_path: Path, convert: Callable[..., Any]) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    common = ("--calibration-tokens", 768, "--calibration-context", 32, "--groups", 2)
-    done = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common)
-    assert done.exit_code == 0, done.output
-    provenance = json.loads((out / "conversion.json").read_text())
-    assert [(one["text"], one["tokens"]) for one in provenance["calibration"]["texts"]] == [
-        ("its own text", 256),
-        ("text.txt", 512),
-    ]
+def test_several_texts_share_the_tokens(shelf: Make, letters: Path, tmp_path: Path, convert: Convert) -> None:
+    command = ("gqa", shelf(), tmp_path / "out", "--groups", 2, "--calibration-tokens", 768, "--calibration-context", 32)
+    shares = ("--text", "self", "--text", letters, "--text-shares", "1,2")
+    ok(convert(*command, *shares))
+    provenance = read(tmp_path / "out" / "conversion.json")
+    texts = [(one["text"], one["tokens"]) for one in provenance["calibration"]["texts"]]
+    assert texts == [("its own text", 256), ("text.txt", 512)]
     assert [one["text"] for one in provenance["check"]["texts"]] == ["the source's own text", "text.txt"]
-    assert "--text self --text" in (out / "README.md").read_text()
-    finished = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common, "--resume")
-    assert "is finished already" in finished.stderr
-    other = convert("gqa", source, out, "--text", letters, *common, "--resume")
-    assert "made by another command" in other.stderr
-    again = gqa(source, tmp_path / "again", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768})
-    assert again.provenance["calibration_hash"] == provenance["calibration_hash"]
-
-
-def test_an_interrupted_writer_goes_on(
-    checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = checkpoint()
-    command = ("--calibration-tokens", 512, "--calibration-context", 32)
-    assert convert("mqa", source, tmp_path / "whole", *command).exit_code == 0
-    write = writing._Writer.written
-
-    def stopped(self: Any, first: int, chances: torch.Tensor) -> torch.Tensor:
-        if first:
-            raise KeyboardInterrupt
-        return write(self, first, chances)
-
-    monkeypatch.setattr(writing, "ROWS", 10)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing._Writer, "written", stopped)
-        assert convert("mqa", source, tmp_path / "out", *command).exit_code == 130
-    assert convert("mqa", source, tmp_path / "out", *command, "--resume").exit_code == 0
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.parametrize(
-    "model_type", rows(["gpt2", "opt", "deepseek_v3", "mistral", "qwen3", "bloom"], ["bloom", "deepseek_v3", "gpt2"])
-)
-def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, letters: Path, tmp_path: Path) -> None:
-    """Learned positions that end, latents, windows, QK-norm and ALiBi."""
-    source = checkpoint(model_type)
-    convert, size = (mla, {"kv_budget": "90%"}) if model_type == "deepseek_v3" else (mqa, {})
-    done = convert(source, tmp_path / "out", text={"self": 1, letters: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
-    assert [one["text"] for one in done.provenance["check"]["texts"]][-1] == "text.txt"
+    assert "--text self --text" in (tmp_path / "out" / "README.md").read_text()
+    assert "is finished already" in convert(*command, *shares, "--resume").stderr
+    refused(convert(*command, "--text", letters, "--resume"), 2, "made by another command")
+    again = gqa(
+        shelf(), tmp_path / "out", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768}, resume=True
+    )
+    assert again.provenance == provenance
 
 
 def test_a_source_that_cannot_write_does_not_keep_a_result_back(
@@ -226,47 +165,18 @@ def test_a_source_that_cannot_write_does_not_keep_a_result_back(
     assert [one["text"] for one in given.provenance["check"]["texts"]] == ["text.txt"]
 
 
-def test_other_shares_are_another_conversion(
-    checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file has one block, whatever its share, so that its hash does not tell."""
-    (tmp_path / "short.txt").write_text("forty characters, or a few more than that")
-    source, common = checkpoint(), ("--text", "self", "--text", tmp_path / "short.txt", "--calibration-context", 32)
-    common += ("--calibration-tokens", 512)
-
-    def stopped(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.layers.choose", stopped)
-        assert convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1").exit_code == 130
-    other = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume")
-    assert other.exit_code == 2
-    assert "rows_to_write: 8 then, 12 now" in other.stderr
-    done = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1", "--resume")
-    assert done.exit_code == 0
-    assert "short.txt has 32 of the 256 tokens of its share" in done.stderr
-    assert (
-        "made by another command"
-        in convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume").stderr
-    )
-
-
 def test_force_publishes_what_was_kept_back(
-    checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    shelf: Make, tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = checkpoint()
-    with monkeypatch.context() as patch:
-        for limit in ("_WARN", "_WORST"):
-            patch.setattr(checking, limit, -1.0)  # any result is too bad
-        refused = convert("mqa", source, tmp_path / "out", "--no-text")
-        assert refused.exit_code == 3
-        assert "was not published" in refused.stderr
-        assert not (tmp_path / "out").exists()
-        assert convert("mqa", source, tmp_path / "out", "--no-text", "--resume").exit_code == 3
-        forced = convert("mqa", source, tmp_path / "out", "--no-text", "--resume", "--force")
-        assert forced.exit_code == 0, forced.output
-        assert not (tmp_path / "out.partial").exists()
-        assert convert("mqa", source, tmp_path / "named", "--method", "mean").exit_code == 0
-        sweep(source, tmp_path / "sweep", groups=[1], methods=["mean"], evaluate=["a text of some words " * 40])
-    assert mla(source, tmp_path / "all", kv_budget="100%", no_text=True).output.is_dir()
+    """So does a method that the user has named, and a sweep; a copy is not checked."""
+    for limit in ("_WARN", "_WORST"):
+        monkeypatch.setattr(checking, limit, -1.0)  # any result is too bad
+    command = ("mqa", shelf(), tmp_path / "out", "--no-text")
+    refused(convert(*command), 3, "was not published")
+    assert not (tmp_path / "out").exists()
+    refused(convert(*command, "--resume"), 3, "was not published")
+    ok(convert(*command, "--resume", "--force"))
+    assert not (tmp_path / "out.partial").exists()
+    ok(convert("mqa", shelf(), tmp_path / "named", "--method", "mean"))
+    sweep(shelf(), tmp_path / "sweep", groups=[1], methods=["mean"], evaluate=["a text of some words " * 40])
+    assert gqa(shelf(), tmp_path / "copy", groups=4, force=True).provenance["check"] is None

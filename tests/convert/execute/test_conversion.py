@@ -1,51 +1,43 @@
-"""What a conversion says of its result: for how many positions it is calibrated, and what changes nothing."""
+"""What a conversion says of its result, what changes nothing, and that conversion.json repeats it, byte for byte."""
 
 from __future__ import annotations
 
 import json
-import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from written import Convert, Make, ok
+from latents import SMALL, WAYS, method_options
+from written import Convert, Find, Make, ok, read, same_but_for_the_run
 
 import attention
-from convert import inspect, mla
-from convert.execute.conversion import Conversion
+from convert import inspect
 from eval import evaluate
 
 POSITIONS = {"calibrated_positions": 32, "source_positions": 128, "max_position_embeddings": 32}
 SAID = "calibrated for 32 of its source's 128 positions: beyond, its text may become garbage"
 
 
-def made(source: Path, out: Path, text: Path, **options: Any) -> Conversion:
-    given: dict[str, Any] = {"calibration_tokens": 256, "calibration_context": 32, "heal": 0, "refit": False} | options
-    return mla(source, out, kv_lora_rank=8, qk_rope_head_dim=4, text=text, method="weighted", device="cpu", **given)
-
-
-@pytest.mark.usefixtures("untried")
-def test_every_place_says_it(
-    checkpoint: Make, convert: Convert, letters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    done = made(source, out, letters)
-    assert str(done).splitlines()[-1] == f"{SAID} (--calibration-context N calibrates for N)"
-    assert done.provenance.items() >= POSITIONS.items()
-    assert json.loads((out / "config.json").read_text()).items() >= POSITIONS.items()
-    assert f"\n**This model is {SAID}.**\n" in (out / "README.md").read_text()
+def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, warned: Callable[[], list[str]]) -> None:
+    made, whole = finished("latent with text"), finished("heads")
+    source, out = made.source, made.path
+    assert f"{SAID} (--calibration-context N calibrates for N)" in made.stdout.splitlines()
+    assert made.provenance.items() >= POSITIONS.items()
+    assert made.config.items() >= POSITIONS.items()
+    assert f"\n**This model is {SAID}.**\n" in made.card
+    assert "calibrated for" not in whole.card + whole.stdout
+    assert not POSITIONS.keys() & whole.provenance.keys()
 
     found = inspect(out)
     assert found.items() >= {"converted_from": str(source), "method": "weighted", "calibrated_positions": 32}.items()
     assert found["notes"] == [f"it is {SAID}"]
     assert "converted_from" not in inspect(source)
 
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "kvfold"):
-        attention.load(source)
-        assert not caplog.messages
-        attention.load(out)
-    assert caplog.messages == [f"{out} is {SAID}"]
+    attention.load(source)
+    assert warned() == []
+    attention.load(out)
+    assert warned() == [f"{out} is {SAID}"]
 
     report = evaluate([source, out], text=letters, context=("100", 32), max_tokens=400, device="cpu")
     assert [model["calibration_context"] for model in report["models"]] == [None, 32]
@@ -53,29 +45,20 @@ def test_every_place_says_it(
     beyond = convert("eval", source, out, "--text", letters, "--context", 129)
     assert "a context of 129 tokens exceeds the 128 positions" in beyond.stderr
 
-    healed = tmp_path / "healed"
-    heal = ["heal", out, healed, "--text", letters, "--tokens", 2000, "--eval-every", 200, "--lr", "1e-4"]
+
+def test_a_healing_in_a_longer_context_is_for_more_positions(
+    finished: Find, convert: Convert, letters: Path, tmp_path: Path
+) -> None:
+    heal = ["heal", finished("latent with text").path, tmp_path / "out", "--text", letters, "--tokens", 1024, "--lr", "1e-4"]
     ok(convert(*heal, "--context", 64))
     longer = POSITIONS | {"calibrated_positions": 64, "max_position_embeddings": 64}
-    assert json.loads((healed / "config.json").read_text()).items() >= longer.items()
-    assert json.loads((healed / "conversion.json").read_text()).items() >= longer.items()
-    assert "calibrated for 64 of" in (healed / "README.md").read_text()
+    for name in ("config.json", "conversion.json"):
+        assert read(tmp_path / "out" / name).items() >= longer.items()
+    assert "calibrated for 64 of" in (tmp_path / "out" / "README.md").read_text()
     ok(convert(*heal, "--context", 128, "--overwrite"))
-    assert json.loads((healed / "config.json").read_text())["max_position_embeddings"] == 128
-    assert "calibrated_positions" not in json.loads((healed / "conversion.json").read_text())
-    assert "calibrated for" not in (healed / "README.md").read_text()
-
-
-@pytest.mark.usefixtures("untried")
-def test_a_result_for_all_positions_says_nothing(checkpoint: Make, letters: Path, tmp_path: Path) -> None:
-    done = made(checkpoint(), tmp_path / "out", letters, calibration_context=128)
-    assert "calibrated for" not in str(done)
-    assert not POSITIONS.keys() & done.provenance.keys()
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert found["max_position_embeddings"] == 128
-    assert "calibrated_positions" not in found
+    assert read(tmp_path / "out" / "config.json")["max_position_embeddings"] == 128
+    assert "calibrated_positions" not in read(tmp_path / "out" / "conversion.json")
     assert "calibrated for" not in (tmp_path / "out" / "README.md").read_text()
-    assert inspect(tmp_path / "out")["calibrated_positions"] == 128
 
 
 def test_a_number_that_is_none_is_refused(checkpoint: Make, convert: Convert) -> None:
@@ -96,7 +79,7 @@ def test_a_copy_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -
     ]
     assert not out.exists()
     ok(convert("gqa", source, out, "--groups", 4, "--dtype", "bfloat16", "--dry-run"))
-    ok(convert("gqa", source, out, "--groups", 4, "--force"))
+    ok(convert("gqa", source, out, "--groups", 4, "--force", "--dry-run"))
     one = checkpoint(name="one", num_key_value_heads=1)
     assert "hint: make a latent of it with `convert mla`, or copy it with --force" in convert("mqa", one, tmp_path / "b").stderr
     latent = checkpoint("deepseek_v3")
@@ -109,3 +92,61 @@ def test_a_latent_without_a_size_takes_half_of_the_cache(checkpoint: Make, conve
     plan = json.loads(ok(convert(*given)).stdout)
     assert plan == json.loads(ok(convert(*given, "--kv-budget", "50%")).stdout)
     assert 2 * plan["kv_bytes_per_token_after"] <= plan["kv_bytes_per_token_before"]
+
+
+BLOCKS = ["--calibration-tokens", 1000, "--calibration-context", 50, "--freqfold", 4]
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_a_conversion_is_repeated_from_its_provenance(
+    method: str, shelf: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    options = [*method_options(method, words), *(BLOCKS if method == "pca" else [])]
+    size = ["--kv-budget", "37.5%"] if method == "svd" else SMALL  # a budget is repeated by its size
+    ok(convert("mla", shelf(), tmp_path / "a", *size, *options, "--max-shard-size", "30KB"))
+    ok(convert("run", tmp_path / "a", tmp_path / "b"))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+    provenance = read(tmp_path / "a" / "conversion.json")
+    assert (provenance["calibration_hash"] is None) == (method in ("svd", "weighted"))
+    if method == "pca":
+        texts = [{"text": "text.txt", "tokens": 1000, "hash": provenance["calibration_hash"]}]
+        blocks = {"tokens": 1000, "context": 50, "block_lengths": [50], "max_context": 50}
+        assert provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
+
+
+def test_a_text_in_shorter_blocks_is_another_calibration(finished: Find, convert: Convert, tmp_path: Path) -> None:
+    """Heads are repeated, too, with what measured them."""
+    made = finished("heads with text")
+    texts = [{"text": "text.txt", "tokens": 256, "hash": made.provenance["calibration_hash"]}]
+    blocks = {"tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
+    assert made.provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
+    recipe = made.provenance["recipe"]["gqa"]
+    assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
+    ok(convert("run", made.path, tmp_path / "again", "--evaluate", made.command[-1]))
+    same_but_for_the_run(made.path, tmp_path / "again")
+
+
+def test_a_longer_context_is_a_choice_of_its_own(shelf: Make, convert: Convert, letters: Path, tmp_path: Path) -> None:
+    command = ("mla", shelf(head_dim=16), tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--text", letters)
+    command += ("--calibration-tokens", 512, "--calibration-context", 32, "--max-context", 128)
+    assert "in blocks of 32 for contexts of 128" in ok(convert(*command, "--dry-run")).stdout
+    ok(convert(*command))
+    found = read(tmp_path / "out" / "conversion.json")
+    assert found["calibration"]["max_context"] == found["recipe"]["mla"]["max_context"] == 128
+    assert "rotary_frequencies_tried" not in found, "short blocks cannot tell which is better in a long context"
+    assert found["rotary_frequencies"] != sorted(found["rotary_frequencies"]), "atoms, in the order of the pursuit"
+
+
+def test_a_conversion_is_repeated_from_another_directory(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint()
+    monkeypatch.chdir(tmp_path)
+    ok(convert("gqa", source.name, "out", "--groups", 2, *on[2:], "--text", letters.name))
+    assert f"convert gqa {source.name} OUTPUT" in (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ok(convert("run", tmp_path / "out" / "conversion.json", "again"))
+    again, first = (path / "model.safetensors" for path in (tmp_path / "elsewhere" / "again", tmp_path / "out"))
+    assert again.read_bytes() == first.read_bytes()

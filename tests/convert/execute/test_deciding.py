@@ -1,21 +1,20 @@
-"""What is decided for all layers together: candidates that the text judges, and when queries are refitted."""
+"""What is decided for all layers together, and when queries are refitted."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from written import ok, silence
+from records import factored as factored_record
+from records import inputs, measured, record
+from written import Convert, Make, ok, read, silence
 
+from attention.formats import FORMATS
 from convert.execute import deciding, steps
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 
 def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
@@ -24,8 +23,8 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
     source = silence(checkpoint(), 1)
     for name, layers in (("silent", 3), ("speaking", 2)):
         monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
-        ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
-    silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
+        ok(convert("mla", source, tmp_path / name, "--kv-lora-rank", 14, "--qk-rope-head-dim", 2, *on))
+    silent, speaking = (read(tmp_path / name / "conversion.json") for name in ("silent", "speaking"))
     tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
     assert len(tried) > 1
     for ours, theirs in zip(tried, expected, strict=True):
@@ -48,6 +47,18 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch.setattr(steps, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
-    said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
+    said = [note for note in read(tmp_path / "out" / "conversion.json")["notes"] if "refitted" in note]
     assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
     assert bool(fitted) == (not fields)
+
+
+@pytest.mark.parametrize(("form", "fitted_to"), [("int3", "int3"), ("int4", None), ("fp8", None), ("mixed", None)])
+def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
+    seen = []
+    monkeypatch.setattr(steps, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
+    text = SimpleNamespace(calibration=SimpleNamespace(refit=True))
+    job: Any = SimpleNamespace(text=text, shows_attention=True, device=torch.device("cpu"))
+    start = dataclasses.replace(factored_record(), rounding=FORMATS[form])
+    after = steps.refit(job, record(4, 2, 3, 0, 20), start, measured(inputs(20)))
+    assert seen == [FORMATS.get(fitted_to or "")]
+    assert after.rounding is FORMATS[form]

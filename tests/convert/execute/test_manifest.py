@@ -1,68 +1,129 @@
-"""What is written of which tensors: shards, ties, dropped tensors, and weights that are not those of the config."""
+"""What is written of which tensors: ties, dropped and renamed tensors, and weights that are not those of the config."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from latents import SMALL
-from written import damage, ok, weights
+from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok, read, weights
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+from convert.execute.layers import loadable_manifest, reader_of
+from convert.methods import load_grouped, load_latent
+from convert.output.destination import Output
+from convert.planning.base import Plan, Request
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.grouped import plan_grouped
+from convert.planning.latent import plan_latent
+from convert.planning.sizes import LatentSize
+from eval.inputs.source import Source
+
+
+def planned(source: Path, groups: int | None = None, dtype: str | None = None) -> Plan:
+    """To fewer heads, or to a latent."""
+    request = Request(
+        Source.parse(str(source)), Output(source.with_name("planned"), dtype), CalibrationOptions(), "cpu", 0, True
+    )
+    if groups:
+        return plan_grouped(request, "gqa", groups, load_grouped("mean"))
+    return plan_latent(request, LatentSize(16, 8), load_latent("svd"))
+
+
+def written_of(source: Path, groups: int | None = None) -> tuple[set[str], dict[str, str]]:
+    """Names of what a conversion writes; what it drops, with reasons. No weights are read."""
+    plan = planned(source, groups)
+    manifest = loadable_manifest(plan, reader_of(plan))
+    return set(manifest.outputs), manifest.dropped
+
+
+# ---- conversion.json -------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_accounted_for_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("olmo2")
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean"))
+    provenance = read(tmp_path / "out" / "conversion.json")
+    converted, copied = provenance["tensors"]["converted"], provenance["tensors"]["copied"]
+    before, after = weights(source), weights(tmp_path / "out")
+    assert sorted(converted + copied) == sorted(before)
+    assert {name.split("self_attn.")[1] for name in converted} == {"k_proj.weight", "v_proj.weight", "k_norm.weight"}
+    assert "inexact" in provenance["notes"][0]
+    assert all(torch.equal(before[name], after[name]) for name in copied)
+
+
+def test_every_tensor_of_a_latent_is_accounted_for_once(finished: Find) -> None:
+    made = finished("latent in shards")
+    tensors, before, after = made.provenance["tensors"], weights(made.source), weights(made.path)
+    assert sorted([*tensors["converted"], *tensors["copied"]]) == sorted(after)
+    assert tensors["cast"] == []
+    assert set(tensors["dropped"]) == set(before) - set(after)
+    assert {name.split("self_attn.")[1] for name in tensors["dropped"]} == {"k_proj.weight", "v_proj.weight"}
+    assert set(tensors["dropped"].values()) == {"factored into kv_a_proj_with_mqa and kv_b_proj"}
+    assert {name.split("self_attn.")[1] for name in tensors["converted"]} >= {"q_proj.weight", "kv_b_proj.weight"}
+    assert all(torch.equal(before[name], after[name]) for name in tensors["copied"])
+    assert {name for name in before if "self_attn" not in name} <= set(tensors["copied"])
+
+
+def test_a_cast_is_not_called_a_copy(shelf: Make, convert: Convert, tmp_path: Path) -> None:
+    result = ok(convert("gqa", shelf(), tmp_path / "out", "--groups", 4, "--dtype", "bfloat16"))
+    assert "every tensor is cast to bfloat16" in result.stdout
+    provenance, made = read(tmp_path / "out" / "conversion.json"), weights(tmp_path / "out")
+    assert sorted(provenance["tensors"]["cast"]) == sorted(weights(shelf()))
+    assert provenance["tensors"]["converted"] == provenance["tensors"]["copied"] == []
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+    assert provenance["kv_bytes_per_token"]["after"] == 3 * 2 * 4 * 8 * 2
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_heads_that_had_tensors_of_their_own_are_accounted_for(checkpoint: Make) -> None:
+    source = checkpoint("stablelm", qk_layernorm=True)
+    names, dropped = written_of(source, 2)
+    assert names | dropped.keys() == weights(source).keys()
+    assert len(dropped) == 3 * 2
+    assert not any("q_layernorm" in name for name in dropped)
+    assert written_of(source, 4) == (set(weights(source)), {})
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_heads_stay_tied(tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_tied_heads_stay_tied(tied: bool, checkpoint: Make) -> None:
     source = checkpoint(tie_word_embeddings=tied)
-    ok(convert("mqa", source, tmp_path / "out"))
-    assert ("lm_head.weight" in weights(tmp_path / "out")) == (not tied)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == tied
+    for groups in (1, None):
+        assert ("lm_head.weight" in written_of(source, groups)[0]) == (not tied)
+    plan = planned(source, 1)
+    assert plan.config(plan.target.spec, None)["tie_word_embeddings"] == tied
 
 
 def test_a_pickle_source_becomes_safetensors(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint(duplicated=2, tie_word_embeddings=True)
-    tensors = weights(source)
+    tensors, expected = weights(source), logits(source)
     torch.save({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, source / "pytorch_model.bin")
-    expected = logits(source)
     (source / "model.safetensors").unlink()
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
-    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert list(provenance["tensors"]["dropped"]) == ["lm_head.weight"]
-    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (source / "config.json").write_text(json.dumps(raw))
-    ok(convert("gqa", source, tmp_path / "untied", "--groups", 2))
-    assert "lm_head.weight" in weights(tmp_path / "untied"), "an untied head is not dropped for sharing memory in a file"
+    assert list(read(tmp_path / "out" / "conversion.json")["tensors"]["dropped"]) == ["lm_head.weight"]
+    names, _ = written_of(edit(source, tie_word_embeddings=False), 2)
+    assert "lm_head.weight" in names, "an untied head is not dropped for sharing memory in a file"
 
 
-def test_only_a_tied_head_is_dropped_for_sharing_memory(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_only_a_tied_head_is_dropped_for_sharing_memory(checkpoint: Make) -> None:
     source = checkpoint(tie_word_embeddings=True)
     tensors = weights(source)
     tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.0.input_layernorm.weight"]
     torch.save({"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
-    made = weights(tmp_path / "out")
-    assert made.keys() == tensors.keys(), "the embedding is kept, though the head comes first"
-    assert torch.equal(made["model.layers.1.input_layernorm.weight"], tensors["model.layers.0.input_layernorm.weight"])
+    names, dropped = written_of(source, 2)
+    assert (names, list(dropped)) == (tensors.keys(), ["lm_head.weight"]), "the embedding is kept, though the head comes first"
 
 
-def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint()
+def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    damage(source, lambda tensors: tensors.update({name: torch.ones(4)}))
-    ok(convert("mla", source, tmp_path / "mla", *SMALL))
-    ok(convert("mqa", source, tmp_path / "mqa"))
-    assert name not in weights(tmp_path / "mla")
-    assert name in weights(tmp_path / "mqa")
-    dropped = json.loads((tmp_path / "mla" / "conversion.json").read_text())["tensors"]["dropped"]
-    assert dropped[name] == "the model computes it itself"
+    source = damage(checkpoint(), lambda tensors: tensors.update({name: torch.ones(4)}))
+    names, dropped = written_of(source)
+    assert (name in names, dropped[name]) == (False, "the model computes it itself")
+    assert name in written_of(source, 1)[0], "where the class stays the same, it is copied"
 
 
 # ---- bad weights -----------------------------------------------------------------------------------------------------
@@ -112,7 +173,5 @@ def test_bad_weights_leave_nothing_behind(case: str, checkpoint: Make, convert: 
     change, message = BAD[case]
     damage(source, change)
     result = convert("gqa", source, tmp_path / "out", "--groups", 2, "-q")
-    assert result.exit_code == 1
-    assert message in result.stderr
+    left_nothing(result, 1, message, tmp_path / "out")
     assert result.stderr.startswith("error: ")
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}

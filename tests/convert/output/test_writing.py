@@ -6,23 +6,21 @@ import errno
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from tiny import save_tokenizer, tiny_config, tiny_model
-from written import Convert, Make, ok, same_but_for_the_run
+from forked import run_forked
+from written import Convert, Make, ok
 
 import convert.demo
-from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, Interrupted, Refusal
 from convert.checkpoint.writer import write_shard
-from convert.output.destination import Output, partial_path
+from convert.output.destination import Output, check_output, partial_path
 from convert.output.writing import Work, writing
-from eval.inputs.sealed import checksum
 from eval.inputs.source import Source
 
 MODEL = Source.parse(str(Path(convert.demo.__file__).with_name("python-5m-mha")))  # of which only files' times are read
@@ -129,30 +127,6 @@ def test_a_shard_or_note_that_changed_is_not_done(victim: str, damage: str, tmp_
     assert opened(tmp_path / "out", resume=True).done(SHARD) is None
 
 
-def test_a_shard_is_read_for_its_checksum_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = opened(tmp_path / "out")
-    work.note(SHARD, [], shard(work))
-    read: list[Path] = []
-    monkeypatch.setattr("convert.output.writing.checksum", lambda path: read.append(path) or checksum(path))
-    assert work.done(SHARD) == []
-    assert not read, "it was hashed as it was written"
-    resumed = opened(tmp_path / "out", resume=True)
-    for _ in range(3):
-        assert resumed.done(SHARD) == []
-    assert len(read) == 1
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_remembered_is_recalled_whole_or_not(damage: str, tmp_path: Path) -> None:
-    work = opened(tmp_path / "out")
-    assert work.recall("decision") is None
-    work.remember("decision", {"pairs": [1, 2], "error": 0.25})
-    resumed = opened(tmp_path / "out", resume=True)
-    assert resumed.recall("decision") == {"pairs": [1, 2], "error": 0.25}
-    DAMAGE[damage](work.steps / "decision.json")
-    assert resumed.recall("decision") is None
-
-
 def synced(monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], object]) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen(Path(f"/proc/self/fd/{descriptor}").readlink().name))
 
@@ -180,7 +154,11 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkey
 
 
 def test_an_output_appears_whole(tmp_path: Path) -> None:
-    provenance = make(tmp_path / "out")
+    """An optional input may be left out of a resumed run, and an empty directory at OUTPUT holds nothing to lose."""
+    with pytest.raises(Interrupted):
+        make(tmp_path / "out", interrupt, optional=5)
+    provenance = make(tmp_path / "out", (tmp_path / "out").mkdir, resume=True)
+    assert provenance
     assert everything_in(tmp_path / "out") == PUBLISHED
     assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
     assert provenance == json.loads((tmp_path / "out" / "conversion.json").read_text())
@@ -214,12 +192,6 @@ def test_an_output_whose_provenance_cannot_be_read_is_left_alone(damage: str, tm
     assert (tmp_path / "out" / SHARD).exists()
 
 
-def test_an_optional_input_may_be_left_out_of_a_resumed_run(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        make(tmp_path / "out", interrupt, optional=5)
-    assert make(tmp_path / "out", resume=True)
-
-
 def thesis(path: Path) -> None:
     path.mkdir()
     (path / "thesis.txt").write_text("years")
@@ -249,11 +221,6 @@ def test_what_appears_at_output_is_not_replaced(appears: Callable[[Path], object
     assert not partial_path(out).exists()
 
 
-def test_an_empty_directory_at_output_holds_nothing_to_lose(tmp_path: Path) -> None:
-    make(tmp_path / "out", (tmp_path / "out").mkdir)
-    assert everything_in(tmp_path / "out") == PUBLISHED
-
-
 @pytest.mark.parametrize("late", ["added", "swapped", None])
 def test_overwriting_replaces_what_was_there_when_the_run_began(late: str | None, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -275,8 +242,82 @@ def test_overwriting_replaces_what_was_there_when_the_run_began(late: str | None
         assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
 
 
-def killed_between_the_renames(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = Path.rename
+# Kills an output of one tensor before each of its steps on the disk, and resumes it. Prints how many there were.
+KILLED = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+import torch
+from convert.checkpoint.writer import write_shard
+from convert.output.destination import Output
+from convert.output.writing import writing
+
+out, overwrite, left = Path(sys.argv[1]), sys.argv[2] == "overwrite", 0
+REMOVED, STEPS = ("os.remove", "os.rmdir"), ("open", "os.rename", "os.mkdir", "shutil.rmtree")
+
+def step(event, arguments):
+    global left
+    named = event in STEPS and any(str(one).startswith(str(out)) for one in arguments if isinstance(one, str | Path))
+    if named or event in REMOVED:
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def make(resume=False):
+    with writing("making", Output(out, overwrite=overwrite, resume=resume), [], {"a": 1}) as work:
+        if work.provenance:
+            return
+        if not work.done("model.safetensors"):
+            tensors = {"x": torch.ones(64)}
+            work.note("model.safetensors", [{}], write_shard(work.path / "model.safetensors", tensors, {"x": torch.float32}))
+        (work.path / "config.json").write_text('{"model_type": "llama"}')
+        work.complete({"kvfold": "", "recipe": {"mqa": {}}}, "a card")
+
+def content():
+    found = {path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else {}
+    if found.keys() > {"conversion.json"}:
+        found["conversion.json"] = json.dumps(json.loads(found["conversion.json"])["recipe"])
+    return found
+
+os.fsync = lambda descriptor: None
+sys.addaudithook(step)
+OLD = {"conversion.json": b'{"kvfold": "", "recipe": {}}'}
+whole, moment, code = None, 0, -signal.SIGKILL
+while code == -signal.SIGKILL:
+    if overwrite:
+        out.mkdir(parents=True)
+        (out / "conversion.json").write_bytes(OLD["conversion.json"])
+    child = os.fork()
+    if not child:
+        left = moment
+        make()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    there = content()
+    if whole is None:  # nothing was killed: moment 0
+        whole, code = there, -signal.SIGKILL
+    assert there in ({}, OLD, whole), (moment, there)
+    assert there or not overwrite or (out.with_name("out.partial") / "replaced" / "conversion.json").exists(), moment
+    make(resume=True)
+    assert content() == whole, moment
+    assert os.listdir(out.parent) == ["out"], (moment, os.listdir(out.parent))
+    shutil.rmtree(out.parent)
+    out.parent.mkdir()
+    moment += 1
+print(moment - 2)
+"""
+
+
+@pytest.mark.parametrize("overwrite", ["", "overwrite"])
+def test_a_kill_at_any_moment_loses_nothing_and_is_resumed(overwrite: str, tmp_path: Path) -> None:
+    """What is at OUTPUT is the whole result, or what was there before; its bytes are those of a run that nothing killed."""
+    (tmp_path / "in").mkdir()
+    done = run_forked(KILLED, tmp_path / "in" / "out", overwrite)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+def test_a_failure_behind_a_kill_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = tmp_path / "out", Path.rename
 
     def killed(self: Path, target: Path) -> None:
         if self.name == "checkpoint":
@@ -289,33 +330,10 @@ def killed_between_the_renames(out: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(Interrupted):
             make(out, overwrite=True)
     assert not out.exists()
-
-
-def test_a_kill_between_the_two_renames_loses_neither_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    killed_between_the_renames(out, monkeypatch)
-    make(out, resume=True)
-    assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
-    shutil.rmtree(out)
-    killed_between_the_renames(out, monkeypatch)
     for again in ({"resume": True}, {"overwrite": True}):
         with pytest.raises(Failure, match="bad weights"):
             make(out, raising(Failure("bad weights")), **again)
-        assert everything_in(tmp_path) == ["out", "out/conversion.json"], "the old one comes back"
-
-
-def test_a_kill_behind_the_publication_leaves_a_directory_that_resume_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "discard", lambda self: interrupt() if out.exists() else None)
-        with pytest.raises(Interrupted):
-            make(out)
-    with pytest.raises(Refusal, match="exists already"):
-        make(out)
-    assert make(out, resume=True) is None
-    assert everything_in(tmp_path) == ["out", *(f"out/{name}" for name in PUBLISHED)]
+        assert everything_in(tmp_path) == ["out", "out/conversion.json"]
 
 
 @pytest.mark.parametrize("resume", [False, True], ids=["", "resume"])
@@ -388,80 +406,6 @@ def test_too_little_space_removes_what_is_of_no_use(tmp_path: Path) -> None:
         assert partial_path(out).exists() == ("--resume" in str(caught.value.hint)) == stays
 
 
-# ---- damage, end to end ----------------------------------------------------------------------------------------------
-
-
-def run(*arguments: object) -> Result:
-    from convert.command.cli import main
-
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """A conversion that was interrupted behind its second shard, and the same one whole."""
-
-    source: Path
-    command: list[object]
-    partial: Path
-    whole: Path
-
-    def again(self, directory: Path) -> Path:
-        """A copy of what it left, for an OUTPUT in `directory`."""
-        shutil.copytree(self.partial, directory / "out.partial")
-        return directory / "out"
-
-    def resume(self, out: Path, *flags: str) -> Result:
-        return run(self.command[0], self.source, out, *self.command[1:], "--resume", *flags)
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    from convert.execute import weights as module
-
-    directory = tmp_path_factory.mktemp("latent")
-    source, out, write, count = directory / "source", directory / "stopped", module.write_shard, [0]
-    tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained(source)
-    save_tokenizer(source)
-    (directory / "text.txt").write_text("a line of text, and another\n" * 60)
-    text = ["--text", directory / "text.txt", "--calibration-context", 32, "--calibration-tokens", 128]
-    command = ["mla", "--kv-budget", "50%", *text, "--max-shard-size", "20KB", "--heal", 0, "-q"]
-
-    def interrupted(*given: Any) -> str:
-        count[0] += 1
-        return interrupt() or write(*given) if count[0] == 3 else write(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_shard", interrupted)
-        left = run(command[0], source, out, *command[1:])
-    assert left.exit_code == 130, left.output
-    ok(run(command[0], source, directory / "whole", *command[1:]))
-    return Stopped(source, list(command), partial_path(out), directory / "whole")
-
-
-@pytest.mark.parametrize("damage", ["a flipped bit in the middle", "a link to nothing", "a directory"])
-@pytest.mark.parametrize(
-    "victim", ["inputs.json", "steps/decision.jso*", "steps/source-*", "steps/layer-*", "steps/model*", "checkpoint/*.s*"]
-)
-def test_a_damaged_file_is_made_again(victim: str, damage: str, stopped: Stopped, tmp_path: Path) -> None:
-    out = stopped.again(tmp_path)
-    DAMAGE[damage](named := min(partial_path(out).glob(victim)))
-    result = stopped.resume(out)
-    if result.exit_code:
-        first, *hints = [line for line in result.stderr.splitlines() if not line.startswith("convert: ")]
-        assert first.startswith("error: ")
-        assert [hint[:6] for hint in hints] == ["hint: "]
-        # Another plan, as far as can be seen; or something that no run has put there. Neither is thrown away unasked.
-        if victim == "inputs.json" and not named.is_dir():
-            result = stopped.resume(out, "--overwrite")
-        else:
-            named.unlink() if named.is_symlink() else shutil.rmtree(named)
-            result = stopped.resume(out)
-    ok(result)
-    same_but_for_the_run(out, stopped.whole)
-    assert not partial_path(out).exists()
-
-
 @pytest.mark.parametrize("kind", ["a file", "a link", "nothing"])
 @pytest.mark.parametrize("part", ["steps", "training", "checkpoint"])
 def test_a_damaged_directory_is_made_again(part: str, kind: str, tmp_path: Path) -> None:
@@ -478,39 +422,79 @@ def test_a_damaged_directory_is_made_again(part: str, kind: str, tmp_path: Path)
     assert everything_in(elsewhere) == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("error", [Refusal("late"), Failure("late")], ids=["Refusal", "Failure"])
-def test_a_late_refusal_leaves_nothing_behind(
-    error: KvfoldError, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("convert.converting.convert_layers", lambda *_: raising(error)())
-    result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean")
-    assert result.exit_code == error.exit_code
-    assert "error: late" in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+# ---- where it may be written -----------------------------------------------------------------------------------------
+
+
+def checked(out: Path, source: Path | None = None) -> list[str]:
+    """What is said of an OUTPUT without a flag, with --resume and with --overwrite."""
+    said = []
+    for flags in ((False, False), (False, True), (True, False)):
+        try:
+            check_output(out, source, *flags)
+        except Refusal as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def test_what_is_not_ours_is_never_deleted(tmp_path: Path) -> None:
+    for name in ("out.partial", "out.old", "other.partial/notes", "home"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "thesis.txt").write_text("years")
+    for name in ("out", "other"):
+        assert checked(tmp_path / name) == [f"{tmp_path / name}.partial is in the way, and no conversion made it"] * 3
+    exists, *_, overwritten = checked(tmp_path / "home")
+    assert "exists already" in exists
+    assert "has no conversion.json of kvfold, so --overwrite leaves it alone" in overwritten
+    (tmp_path / "home" / "config.json").write_text('{"model_type": "llama"}')
+    assert len(checked(tmp_path / "home")) == 3, "a checkpoint that others made"
+    (tmp_path / "out.partial" / "thesis.txt").rename(tmp_path / "thesis.txt")
+    for _ in range(2):
+        make(tmp_path / "out", overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.old", "other.partial", "home", "thesis.txt"}
+
+
+def test_an_output_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    linked = tmp_path / "disk"
+    linked.mkdir()
+    (tmp_path / "link").symlink_to(linked)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "a-file").write_text("years")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    said = {
+        "link": f"is a link to {linked}", "dangling": "is a link to", "a-file": "is a file", "pipe": "is a FIFO",
+        "socket": "is a socket", "a-file/out": "lies in a file", "pipe/out": "lies in a FIFO", "/dev/null": "a device",
+        "/dev/null/out": "a device", "/dev": "exists already",
+    }  # fmt: skip
+    if os.path.ismount("/dev"):
+        said["/dev"] = "is a mount point"
+    for name, message in said.items():
+        refusals = checked(tmp_path / name)
+        assert len(refusals) == 3
+        assert all(message in refusal for refusal in refusals[: 1 if name == "/dev" else 3]), name
+
+
+@pytest.mark.parametrize("out", ["source", "source/inside", ".", "model"])
+def test_an_output_around_or_inside_the_source_is_refused(out: str, tmp_path: Path) -> None:
+    """Also where its work directory would be the source."""
+    source = tmp_path / ("model.partial" if out == "model" else "source")
+    source.mkdir()
+    assert any("lie inside each other" in said for said in checked(tmp_path / out, source))
+
+
+# ---- by a command ----------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_conversion(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, command = tmp_path / "text.txt", ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
-    text.write_text("a line of text, and another\n" * 40)
+    command = ["gqa", shelf(), tmp_path / "out", "--groups", 2, "--method", "mean"]
     with monkeypatch.context() as patch:
         patch.setattr("convert.output.evaluation.report_of", lambda *_: raising(Refusal("no such device"))())
-        result = convert(*command, "--evaluate", text)
-    assert result.exit_code == 1
-    assert "the conversion is done, its evaluation failed: no such device" in result.stderr
+        failed = convert(*command, "--evaluate", words)
+    assert failed.exit_code == 1
+    assert "the conversion is done, its evaluation failed: no such device" in failed.stderr
     written = next((tmp_path / "out.partial").rglob(SHARD)).stat().st_mtime_ns
     ok(convert(*command, "--resume"))
     assert (tmp_path / "out" / SHARD).stat().st_mtime_ns == written
-
-
-def test_a_finished_budget_reports_the_split_that_was_chosen(stopped: Stopped, tmp_path: Path) -> None:
-    out, moved = tmp_path / "out", tmp_path / "moved.txt"
-    shutil.copytree(stopped.whole, out)
-    said = ok(stopped.resume(out, "--json")).stdout
-    assert json.loads(said)["kv_lora_rank"] == json.loads((out / "config.json").read_text())["kv_lora_rank"]
-    moved.write_text((stopped.source.parent / "text.txt").read_text())
-    given = [moved if isinstance(one, Path) else one for one in stopped.command[1:]]
-    ok(run("mla", stopped.source, out, *given, "--resume"))  # where the text lies does not matter
-    moved.write_text("some other text, as long as it has to be\n" * 60)
-    assert "made by another command" in run("mla", stopped.source, out, *given, "--resume").stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from found_types import SHARING, UNSHARED, WITHOUT_LATENT, small
-from latents import logits_of, same_logits
+from latents import SMALL, logits_of, same_logits
 from rows import rows
 from tiny import random_model, save_tokenizer
 from written import Convert, ok
@@ -66,10 +66,9 @@ def test_a_found_type_of_full_size_loses_nothing(model_type: str, convert: Conve
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(0))
     before, after = logits_of(tmp_path / "source", ids), logits_of(tmp_path / "out", ids)
     same_logits(after, before)
-    half = ok(convert("mla", made.reference, tmp_path / "half", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--no-text"))
-    assert "MLA-24+8" in half.output
-    again = ok(convert("mla", tmp_path / "half", tmp_path / "less", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--no-text"))
-    assert "MLA-16+8" in again.output
+    less = ("--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--no-text")
+    assert "MLA-24+8" in ok(convert("mla", made.reference, tmp_path / "half", *less)).output
+    assert "MLA-16+8" in ok(convert("mla", tmp_path / "half", tmp_path / "less", *SMALL, "--no-text")).output
 
 
 def test_a_type_with_other_models_inside_has_no_latent() -> None:
@@ -93,10 +92,3 @@ def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(KvfoldLatentAttention, "forward", None)
     with pytest.raises(Refusal, match="a small model of solar_open in kvfold's class does not run: "):
         require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
-
-
-def test_norms_behind_rope_have_no_latent(convert: Convert, tmp_path: Path) -> None:
-    made = source(small("hunyuan_v1_moe"), tmp_path / "source")
-    refused = convert("mla", made.reference, tmp_path / "out", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--no-text")
-    assert refused.exit_code == 2
-    assert "queries and keys are normalised after RoPE, and a latent holds keys before RoPE" in refused.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from attention.errors import Refusal
+from attention.formats import FORMATS as FORMAT
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
@@ -17,6 +17,7 @@ from convert.methods import load_latent
 from convert.output.destination import Output
 from convert.planning.base import Plan, Request
 from convert.planning.bounds import LatentBounds
+from convert.planning.budget import FORMATS
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentSize
@@ -82,50 +83,24 @@ def test_constants_come_on_top(channels: int, rank: int, source: Sources) -> Non
     assert all(less - HOST.reserved(less) < channels for less in range(1, rank))
 
 
-def test_beyond_full_size_is_refused_unless_zeros_are_wanted(source: Sources, output: Output) -> None:
-    made = source()
-    assert target(made, output, kv_lora_rank=33, qk_rope_head_dim=32).channels == 32
-    error = refused(made, output, kv_lora_rank=35, qk_rope_head_dim=32)
-    assert "rank 35 exceeds full size: at 32 rotary dims, keys and values of" in str(error)
-    assert error.hint == "use --kv-lora-rank 33, or --pad-rank for channels of zeros"
-    padded = target(made, output, kv_lora_rank=40, qk_rope_head_dim=32, pad_rank=True)
+def test_beyond_full_size_there_are_zeros_if_they_are_wanted(source: Sources, output: Output) -> None:
+    made, whole = source(), {"kv_lora_rank": 33, "qk_rope_head_dim": 32}
+    assert target(made, output, **whole).channels == 32
+    padded = target(made, output, **whole | {"kv_lora_rank": 40}, pad_rank=True)
     assert (padded.channels, padded.spec.kv_lora_rank) == (32, 40)
     assert padded.notes[0].endswith("; 7 are zero, as --pad-rank allows")
     assert padded.recipe()["pad_rank"] is True
+    assert "the cache is not smaller than the source's" in target(made, output, **whole).notes
+    odd = target(made, output, kv_lora_rank=20, qk_rope_head_dim=8)
+    assert any(note.startswith("rank 20 is not a multiple of 16") for note in odd.notes)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ({}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
-        ({"kv_lora_rank": 16}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
-        ({"kv_share": 0.5, "kv_lora_rank": 16}, "not both"),
-        ({"kv_bytes": 400, "qk_rope_head_dim": 8}, "not both"),
-        ({"kv_share": 0.5, "pad_rank": True}, "a budget never goes beyond full size"),
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 34}, "cannot keep 34 rotary dims of 4 KV heads × 8"),
-        (
-            {"kv_lora_rank": 1, "qk_rope_head_dim": 8},
-            "a latent of rank 1 holds nothing: deepseek_v3 needs 1",
-        ),
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8, "freqfold": 2}, "method svd does not fold frequencies"),
-        ({"kv_share": 1.01}, "exceeds the 768 of"),
-        ({"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
-    assert message in str(refused(source(), output, **size))
-
-
-@pytest.mark.parametrize(
-    ("share", "dtype", "expected"),
-    [(0.5, None, (24, 8)), (0.25, None, (12, 4)), (0.25, "bfloat16", (24, 8)), (1.0, None, (56, 8))],
-)
-def test_a_budget_is_counted_in_what_is_written(
-    share: float, dtype: str | None, expected: tuple[int, int], source: Sources, output: Output
-) -> None:
-    found = target(source(), Output(output.path, dtype), kv_share=share)
-    assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == expected
-    assert found.spec.bytes_per_token(dtype or "float32") <= share * 768
+@pytest.mark.parametrize(("share", "dtype"), [(0.5, None), (0.25, None), (0.25, "bfloat16"), (1.0, None)])
+def test_a_budget_is_counted_in_what_is_written(share: float, dtype: str | None, source: Sources, output: Output) -> None:
+    spec = target(source(), replace(output, dtype=dtype), kv_share=share).spec
+    values = 64 * share * (2 if dtype else 1)
+    assert values - 2 <= spec.kv_lora_rank + spec.qk_rope_head_dim <= values
+    assert spec.bytes_per_token(dtype or "float32") <= share * 768
 
 
 @pytest.mark.parametrize(("rope", "fold"), [(8, 1), (4, 2), (2, 4), (16, 1), (12, 2)])
@@ -137,20 +112,6 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
     assert found.recipe().get("freqfold", 1) == fold
     other = target(source(), output, "pca", TEXT, kv_lora_rank=16, qk_rope_head_dim=rope, freqfold=4)
     assert other.freqfold == 4
-
-
-def test_a_method_that_could_use_text_and_has_none_says_so(source: Sources, output: Output) -> None:
-    size = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
-    assert planned(source(), output, "weighted", **size).remarks == (
-        "no calibration text: weighted uses weights and norm gains alone, which ruins most models",
-    )
-    assert planned(source(), output, "weighted", TEXT, **size).remarks == ()
-
-
-def test_whether_any_latent_fits_comes_before_its_size(source: Sources, output: Output) -> None:
-    error = refused(source("phimoe"), output, kv_lora_rank=10**6, qk_rope_head_dim=3)
-    assert re.search(r"^no output class carries MLA of .*: deepseek_v3: ", str(error))
-    assert "does not have Llama's decoder blocks" in str(error)
 
 
 # ---- sources with a latent -----------------------------------------------------------------------------------------
@@ -169,17 +130,6 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.target.config(made.raw, plan.family, plan.target.spec, None) == made.raw
 
 
-def test_a_copy_in_another_dtype_is_not_called_one_of_bits(source: Sources, output: Output) -> None:
-    plan = planned(source("deepseek_v3"), Output(output.path, "bfloat16"), kv_lora_rank=16, qk_rope_head_dim=8)
-    assert plan.notes == ("MLA-16+8 is what the source has",)
-
-
-def test_channels_of_zeros_that_the_source_has_are_copied_as_well(source: Sources, output: Output) -> None:
-    """Its rank may exceed what is full size by the numbers: it was padded, or padding was asked for."""
-    made = source("deepseek_v3", kv_lora_rank=576, hidden_size=32)
-    assert target(made, output, kv_lora_rank=576, qk_rope_head_dim=8).copies
-
-
 @pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
 def test_a_smaller_latent_is_planned_like_any_other(
     rank: int, rope: int, nope: int, full: int, source: Sources, output: Output
@@ -196,40 +146,12 @@ def test_a_smaller_latent_is_planned_like_any_other(
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ({"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of the 8 that the source has"),
-        ({"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and values of"),
-        ({"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and values of"),
-        ({"kv_bytes": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
-        ({"kv_bytes": 47}, "the least is 48 bytes per token in float32"),
-    ],
-)
-def test_a_latent_that_is_no_smaller_is_refused(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
-    error = refused(source("deepseek_v3"), output, **size)
-    assert message in f"{error} {error.hint}"
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: float, source: Sources, output: Output) -> None:
     spec = target(source("deepseek_v3"), output, "weighted", TEXT, kv_share=share).spec
     assert spec.bytes_per_token("float32") <= share * 288
     assert spec.qk_rope_head_dim <= 8
     assert spec.qk_nope_head_dim == (12 if spec.qk_rope_head_dim == 8 else 20)
-
-
-def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
-    bounds = bounds_of(source("deepseek_v3", qk_rope_head_dim=64, head_dim=64, kv_lora_rank=512, hidden_size=2048))
-    assert bounds.for_budget(576) == (512, 64)
-    assert bounds.for_budget(288) == (224, 64)
-    assert bounds.for_budget(800) == (512, 64), "no more than there is"
-
-
-@pytest.mark.parametrize("changes", [{"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False}])
-def test_latents_that_kvfold_did_not_write_are_refused(changes: dict[str, Any], source: Sources, output: Output) -> None:
-    error = refused(source("deepseek_v3", **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
-    assert "has latent attention already (MLA-16+8)" in str(error)
 
 
 # ---- for an engine --------------------------------------------------------------------------------------------------
@@ -244,26 +166,6 @@ def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
     found = target(source(**WIDE), replace(output, engine="vllm"), kv_share=share)
     assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == size
     assert "vllm takes latents of 256+64 (31.2%), 448+64 (50.0%) or 512+64 (56.2%) of the source's cache" in found.notes[-1]
-
-
-def test_a_latent_beyond_full_rank_is_filled_up_for_an_engine(source: Sources, output: Output) -> None:
-    found = target(source(**WIDE), replace(output, engine="vllm"), kv_share=1.0)
-    assert (found.channels, found.pad_rank) == (256, True)  # the width
-    assert "255 are zero" in found.notes[0]
-    assert found.recipe()["pad_rank"] is True
-
-
-def test_what_an_engine_does_not_take_is_refused(source: Sources, output: Output) -> None:
-    made = source(**WIDE)
-    for_vllm = replace(output, engine="vllm")
-    assert "vllm takes latents of 256+64, 448+64 or 512+64, not of 96+32" in str(
-        refused(made, for_vllm, kv_lora_rank=96, qk_rope_head_dim=32)
-    )
-    assert "the budget leaves 256 numbers per layer and token" in str(refused(made, for_vllm, kv_share=0.25))
-    refusal = refused(made, replace(output, engine="llama.cpp"), kv_share=0.5)
-    assert all(f"{name}: llama.cpp does not run it" in str(refusal) for name in ("deepseek_v3", "kvfold"))
-    assert refusal.hint == "give --portable and --text FILE: llama.cpp runs a portable deepseek_v3"
-    assert planned(made, replace(output, engine="transformers"), kv_share=0.25).target.spec.values_per_token == 256 * 3
 
 
 # ---- formats of the cache --------------------------------------------------------------------------------------------
@@ -300,34 +202,20 @@ def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output
     assert all(rank % 8 == 0 for rank in found.ranks)
 
 
-def test_a_latent_of_the_sources_size_is_not_made_for_a_format(source: Sources, output: Output) -> None:
-    refusal = refused(source("deepseek_v3"), output, kv_lora_rank=16, qk_rope_head_dim=8, cache_dtype="int8")
-    assert "is MLA-16+8 already" in str(refusal)
-    assert "convert heal" in str(refusal.hint)
-
-
-def test_sizes_that_a_format_does_not_take_are_refused(source: Sources, output: Output) -> None:
-    refusal = refused(source(), output, kv_lora_rank=15, qk_rope_head_dim=8, cache_dtype="int4")
-    assert str(refusal) == "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"
-
-
-@pytest.mark.parametrize(
-    ("share", "changes", "form", "engines"),
-    [
-        (0.5, {}, "int8", "transformers"),
-        (0.146, {}, "int4", "transformers"),
-        (0.1, {}, "mixed", "transformers"),
-        (0.1, {"portable": True}, "int4", "transformers"),
-        (0.146, {"portable": True, "engine": "llama.cpp"}, "q4_0", "transformers and llama.cpp"),
-    ],
-)
+@pytest.mark.parametrize(("above", "formats"), FORMATS)
+@pytest.mark.parametrize("changes", [{}, {"portable": True}, {"portable": True, "engine": "llama.cpp"}], ids=str)
 def test_a_budget_has_a_format_by_rule(
-    share: float, changes: dict[str, Any], form: str, engines: str, source: Sources, output: Output
+    above: float, formats: tuple[str, ...], changes: dict[str, Any], source: Sources, output: Output
 ) -> None:
-    where = replace(output, engine=changes.pop("engine", None))
-    plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **changes)
+    """The first of its row that the engine stores, and that a portable result can have."""
+    given = dict(changes)
+    where, share = replace(output, engine=given.pop("engine", None)), max(1.05 * above, 0.1)
+    plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
+    stored = [form for form in formats if not (changes and FORMAT[form].classes)]
+    form = next(form for form in stored if not where.engine or form.startswith("q"))
     assert plan.cache_dtype == form
     assert plan.target.spec.bytes_per_token(form) <= share * plan.before.bytes_per_token(plan.source.dtype)
+    engines = "transformers and llama.cpp" if where.engine else "transformers"
     assert f"--cache-dtype auto is {form} at this budget, which runs in {engines}" in plan.notes
 
 
@@ -337,24 +225,57 @@ def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sourc
     assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
 
-def test_a_portable_result_has_no_channels_of_fewer_bits(source: Sources, output: Output) -> None:
-    size: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "portable": True, "cache_dtype": "mixed"}
-    error = refused(source(), output, "weighted", TEXT, **size)
-    assert "a portable result cannot be made for mixed: its norm reads all channels" in str(error)
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
+# A source with KV heads, or with a latent (MLA-16+8); a size; the message, with its hint.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("llama", {}, {"kv_lora_rank": 16}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+    ("llama", {}, {"kv_share": 0.5, "kv_lora_rank": 16}, "not both"),
+    ("llama", {}, {"kv_bytes": 400, "qk_rope_head_dim": 8}, "not both"),
+    ("llama", {}, {"kv_share": 0.5, "pad_rank": True}, "a budget never goes beyond full size"),
+    ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 7}, "cannot keep 7 rotary dims"),
+    ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 0}, "cannot keep 0 rotary dims"),
+    ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 34}, "cannot keep 34 rotary dims of"),
+    ("llama", {}, {"kv_lora_rank": 1, "qk_rope_head_dim": 8}, "a latent of rank 1 holds nothing: deepseek_v3 needs 1"),
+    ("llama", {}, SMALL | {"freqfold": 2}, "method svd does not fold frequencies"),
+    ("llama", {}, {"kv_share": 1.01}, "exceeds the 768 of"),
+    ("llama", {}, {"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
+    ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "use --kv-lora-rank 33, or --pad-rank for channels of zeros"),
+    ("llama", {}, {"kv_lora_rank": 15, "qk_rope_head_dim": 8, "cache_dtype": "int4"},
+     "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"),
+    ("llama", {}, SMALL | {"portable": True, "cache_dtype": "mixed"}, "a portable result cannot be made for mixed: its norm"),
+    ("llama", {}, SMALL | {"cache_dtype": "auto"}, "--cache-dtype auto chooses the format of a budget"),
+    ("llama", {}, {"kv_bytes": 3, "cache_dtype": "auto"}, "a budget of 3 bytes per token is too small for any rank"),
+    *(("llama", {}, {"engine": "vllm", "kv_share": 0.5, "cache_dtype": form},
+       f"it is not known whether vllm stores caches in {form}") for form in ("int4", "fp8")),  # nobody has tried the latter
+    ("llama", WIDE, {"engine": "vllm", "kv_lora_rank": 96, "qk_rope_head_dim": 32},
+     "vllm takes latents of 256+64, 448+64 or 512+64, not of 96+32"),
+    ("llama", WIDE, {"engine": "vllm", "kv_share": 0.25}, "the budget leaves 256 numbers per layer and token"),
+    ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "deepseek_v3: llama.cpp does not run it"),
+    ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "give --portable and --text FILE: llama.cpp runs a portable"),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+     {"kv_lora_rank": 33, "qk_rope_head_dim": 26}, "of each key's 8 dims only 6 have RoPE, which makes 24"),
+    ("phimoe", {}, {"kv_lora_rank": 10**6, "qk_rope_head_dim": 3}, "does not have Llama's decoder blocks"),
+    ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
+    ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
+    ("deepseek_v3", {}, {"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and"),
+    ("deepseek_v3", {}, {"kv_bytes": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
+    ("deepseek_v3", {}, {"kv_bytes": 47}, "the least is 48 bytes per token in float32"),
+    ("deepseek_v3", {}, SMALL | {"cache_dtype": "int8"}, "is MLA-16+8 already"),
+    *(("deepseek_v3", changes, {"kv_lora_rank": 12, "qk_rope_head_dim": 8}, "has latent attention already (MLA-16+8)")
+      for changes in ({"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False})),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8}, "--cache-dtype auto chooses the format of a budget"),
-        ({"kv_bytes": 3}, "a budget of 3 bytes per token is too small for any rank"),
-    ],
-)
-def test_auto_needs_a_budget(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
-    assert message in str(refused(source(), output, "weighted", TEXT, cache_dtype="auto", **size))
-
-
-@pytest.mark.parametrize("form", ["int4", "q4_0", "fp8"])  # of which nobody has tried the last one
-def test_an_engine_that_is_not_known_to_store_a_format_is_refused(form: str, source: Sources, output: Output) -> None:
-    refusal = refused(source(), replace(output, engine="vllm"), kv_share=0.5, cache_dtype=form)
-    assert f"it is not known whether vllm stores caches in {form}" in str(refusal)
+@pytest.mark.parametrize(("model_type", "changes", "size", "message"), REFUSED, ids=str)
+def test_sizes_that_do_not_fit_are_refused(
+    model_type: str, changes: dict[str, Any], size: dict[str, Any], message: str, source: Sources, output: Output
+) -> None:
+    size = dict(size)
+    output = replace(output, engine=size.pop("engine", None))
+    method, text = ("weighted", TEXT) if "portable" in size or size.get("cache_dtype") == "auto" else ("svd", None)
+    with pytest.raises(Refusal) as caught:
+        planned(source(model_type, **changes), output, method, text, **size)
+    assert message in f"{caught.value} {caught.value.hint}"
+    assert "\n" not in str(caught.value)

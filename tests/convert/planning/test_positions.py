@@ -73,29 +73,24 @@ def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {  # the source, and what its result is held by
+    "kvfold, built around it": ("qwen3", {}), "kvfold": ("llama", {"per_layer_ranks": True}), "deepseek_v3": ("llama", {}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_rope_is_the_same_bit_for_bit(kind: str, model_type: str, source: Sources, output: Output) -> None:
+@pytest.mark.parametrize("host", CLASSES)
+def test_rope_is_the_same_bit_for_bit(kind: str, host: str, source: Sources, output: Output) -> None:
+    model_type, size = CLASSES[host]
     given = TYPES[kind] | {"rope_theta": 10_000.0}
-    ranks = {"per_layer_ranks": True} if model_type == "llama" else {}  # kvfold's class
-    plan = planned(source(model_type, rope_parameters=given, max_position_embeddings=OF), output, **ranks)
+    plan = planned(source(model_type, rope_parameters=given, max_position_embeddings=OF), output, **size)
     before, after = configs(plan)
     assert all(map(torch.equal, rotations(after), rotations(before)))
-    inner = after["text_config"]
+    inner, around = after.get("text_config", after), before.get("text_config", before)
+    assert ("text_config" in after) == (host != "deepseek_v3" or kind == "dynamic")
     assert (inner["calibrated_positions"], inner["source_positions"]) == (32, OF)
-    stays = kind == "dynamic"  # what RoPE computes of it is not in any other field
-    assert inner["max_position_embeddings"] == (OF if stays else 32)
-    assert before["text_config"]["max_position_embeddings"] == OF
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "dynamic"])
-def test_so_it_is_in_a_stock_class(kind: str, source: Sources, output: Output) -> None:
-    given = TYPES[kind] | {"rope_theta": 10_000.0}
-    plan = planned(source(rope_parameters=given, max_position_embeddings=OF), output)
-    before, after = configs(plan)
-    assert plan.target.host.name == "deepseek_v3"
-    assert (after["max_position_embeddings"], before["max_position_embeddings"]) == (32, OF)
-    assert all(map(torch.equal, rotations(after), rotations(before)))
+    # What dynamic RoPE computes of it is not in any other field.
+    assert (inner["max_position_embeddings"], around["max_position_embeddings"]) == (OF if kind == "dynamic" else 32, OF)
 
 
 def test_engines_take_the_positions_of_yarn_from_elsewhere(source: Sources, output: Output) -> None:
@@ -119,59 +114,47 @@ def test_a_config_of_old_keys_is_written_with_the_new_ones_where_it_has_to_be(so
     assert all(map(torch.equal, rotations(after), rotations(before)))
 
 
-def test_each_kind_of_layer_keeps_its_rope(source: Sources, output: Output) -> None:
-    kinds = {"full_attention": TYPES["yarn without the original"], "sliding_attention": TYPES["default"]}
-    parameters = {kind: of | {"rope_theta": 10_000.0} for kind, of in kinds.items()}
-    layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    given = {"layer_types": layers, "rope_parameters": parameters, "sliding_window": 16}
-    plan = planned(source("gemma3_text", max_position_embeddings=OF, **given), output)
-    before, after = configs(plan)
-    assert after["text_config"]["max_position_embeddings"] == 32
-    full = after["text_config"]["rope_parameters"]["full_attention"]
-    assert (full["original_max_position_embeddings"], full["factor"]) == (OF, 4.0)
-    assert before["text_config"]["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
-
-
-def test_a_decoder_inside_another_model_has_the_number(source: Sources, output: Output) -> None:
-    inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
-    around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
-    assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
-
-
 # ---- which results -------------------------------------------------------------------------------------------------
 
 
-def test_all_positions_of_the_source_are_not_said(source: Sources, output: Output) -> None:
-    made = source(max_position_embeddings=32)
-    plan = planned(made, output)
-    assert plan.calibrated is None
-    before, after = configs(plan)
-    assert before == after
+SPLIT = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16}
+EVERYWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a source, its result's size
+    "as many positions": ("llama", {"max_position_embeddings": 32}, {}),
+    "the whole RoPE": ("llama", {}, {"qk_rope_head_dim": 32}),
+    "the whole RoPE of a part": ("phi", {"partial_rotary_factor": 0.5}, {"qk_rope_head_dim": 16}),
+    "no RoPE": ("gpt2", {}, {"qk_rope_head_dim": 0}),
+    "no layer sees more": ("mistral", {"sliding_window": 32}, {}),
+}
+BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "less RoPE": ("llama", {}, {}),
+    "less RoPE of a part": ("phi", {"partial_rotary_factor": 0.5}, {"qk_rope_head_dim": 8}),
+    "a layer sees one more": ("mistral", {"sliding_window": 33}, {}),
+    "RoPE of each kind of layer": ("gemma3_text", SPLIT, {}),
+}
 
 
-def test_a_result_with_the_whole_rope_holds_everywhere(source: Sources, output: Output) -> None:
-    made = source()  # 4 KV heads × 8
-    assert planned(made, output).calibrated == Calibrated(32, 128, 32)
-    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=32).calibrated is None
-    grouped = plan_grouped(Request(made, output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
+@pytest.mark.parametrize("case", [*EVERYWHERE, *BEYOND])
+def test_a_result_says_where_it_is_calibrated_for_less(case: str, source: Sources, output: Output) -> None:
+    model_type, changes, size = (EVERYWHERE | BEYOND)[case]
+    plan = planned(source(model_type, **changes), output, **size)
+    assert plan.calibrated == (None if case in EVERYWHERE else Calibrated(32, OF, 32))
+    assert plan.as_dict()["calibrated_positions"] == (32 if case in BEYOND else None)
+    if plan.calibrated:
+        assert str(plan.calibrated).startswith("calibrated for 32 of its source's 128 positions: ")
+    kept = Calibrated(32, OF, OF)
+    assert str(kept).endswith("RoPE depends on max_position_embeddings, which stays 128: give engines 32")
+    assert Calibrated.read(kept.as_dict()) == kept
+
+
+def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> None:
+    """Fewer heads keep all of their RoPE; a decoder inside another model has the number."""
+    grouped = plan_grouped(Request(source(), output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
     assert grouped.calibrated is None
     spec = grouped.target.spec
-    assert grouped.config(spec, None) == grouped.target.config(made.raw, grouped.family, spec, None)
-
-
-def test_where_keys_rotate_in_part_these_dims_are_the_whole(source: Sources, output: Output) -> None:
-    made = source("phi", partial_rotary_factor=0.5, num_key_value_heads=4)
-    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=16).calibrated is None
-    assert planned(made, output, kv_lora_rank=16, qk_rope_head_dim=8).calibrated is not None
-
-
-def test_a_model_without_rope_loses_none(source: Sources, output: Output) -> None:
-    assert planned(source("gpt2"), output, qk_rope_head_dim=0).calibrated is None
-
-
-def test_what_no_layer_sees_need_not_be_calibrated(source: Sources, output: Output) -> None:
-    assert planned(source("mistral", sliding_window=32), output).calibrated is None
-    assert planned(source("mistral", sliding_window=33), output).calibrated == Calibrated(32, 128, 32)
+    assert grouped.config(spec, None) == grouped.target.config(grouped.source.raw, grouped.family, spec, None)
+    inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
+    around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
 
 
 def test_the_longest_context_counts_and_without_text_the_assumed_one(source: Sources, output: Output) -> None:
@@ -193,12 +176,3 @@ def test_a_latent_made_of_a_latent_is_calibrated_for_no_more(source: Sources, ou
     copied = planned(made, output, smaller, kv_lora_rank=16, qk_rope_head_dim=8)
     assert copied.target.copies
     assert copied.config(copied.target.spec, None) == made.raw
-
-
-def test_the_plan_says_so(source: Sources, output: Output) -> None:
-    plan = planned(source(), output)
-    assert plan.as_dict()["calibrated_positions"] == 32
-    assert str(plan.calibrated).startswith("calibrated for 32 of its source's 128 positions: ")
-    kept = Calibrated(32, 128, 128)
-    assert str(kept).endswith("RoPE depends on max_position_embeddings, which stays 128: give engines 32")
-    assert Calibrated.read(kept.as_dict()) == kept
