@@ -24,7 +24,8 @@ _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
 _ALIKE = 1.1  # times the smallest KL
-_STATE, _SEAL = "trainer_state.json", "sealed.json"  # in a checkpoint
+# In a checkpoint: what this process has written beside weights and optimizer, and the checksums of all.
+_BESIDE, _SEAL = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"), "sealed.json"
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ class _Course(TrainerCallback):  # type: ignore[misc]
 def _seal(checkpoint: Path, progressed: Progressed) -> None:
     """Write down what a checkpoint holds, once that is on disk: without this it does not count."""
     sync_tree(checkpoint)
-    files = {name: checksum(checkpoint / name) for name in (WEIGHTS, OPTIMIZER, _STATE)}
+    names = [WEIGHTS, OPTIMIZER, *(name for name in _BESIDE if (checkpoint / name).exists())]
+    files = {name: checksum(checkpoint / name) for name in names}
     seal(checkpoint / _SEAL, {"files": files, "progressed": asdict(progressed)})
 
 
