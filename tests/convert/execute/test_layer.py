@@ -83,7 +83,8 @@ def parts_of(path: Path) -> dict[str, torch.Tensor]:
     config = json.loads((path / "config.json").read_text())
     family = family_of(config["model_type"], config.get("text_config", {}).get("model_type"))
     found: dict[str, torch.Tensor] = {}
-    attention = {name for layer in range(2) for name in family.shapes(Source.parse(str(path)).config, layer)}
+    family = family.of(Source.parse(str(path)).config)
+    attention = {name for layer in range(2) for name in family.shapes(layer)}
     for name, tensor in weights(path).items():
         if name not in attention:
             place = family.names.place(name)
