@@ -121,21 +121,23 @@ class LatentLayout(Family):
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0
         # The class scales by (N + P)^-½.
-        local, scale = join_factors(a, rank), a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
-        queries, biases = local.pop("q_proj.weight") * scale, local.pop("q_proj.bias", None)
-        if a.q_nope_bias is None:
-            local["q_proj.weight"] = queries
-        else:
+        factors, scale = join_factors(a, rank), a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
+        queries, biases = factors["q_proj.weight"] * scale, factors.get("q_proj.bias")
+        local = {"q_proj.weight": queries}
+        if a.q_nope_bias is not None:
             width, size = queries.shape[1], query_scale(queries)
             biases = queries.new_zeros(len(queries)) if biases is None else biases * scale
             joined = join_query_bias(queries / size, biases, query_rank(width))
-            local |= query_latent(width, size, queries) | {"q_b_proj.weight": joined}
+            local = query_latent(width, size, queries) | {"q_b_proj.weight": joined}
         values = constants(rank)
         constant = a.down.new_tensor(values) * level(values)
         zeros = a.down.new_zeros(rank - len(constant))
         local |= {
+            "kv_a_proj_with_mqa.weight": factors["kv_a_proj_with_mqa.weight"],
             "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
             "kv_a_layernorm.weight": torch.cat((zeros + level(values), torch.zeros_like(constant))),
+            "kv_b_proj.weight": factors["kv_b_proj.weight"],
+            "o_proj.weight": factors["o_proj.weight"],
             "o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0]),
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}

@@ -144,7 +144,7 @@ MISTAKES: list[tuple[type[KvfoldError], str, Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "convert", "given"), MISTAKES, ids=str)
+@pytest.mark.parametrize(("error", "message", "convert", "given"), MISTAKES, ids=[message for _, message, *_ in MISTAKES])
 def test_mistakes_are_refusals_and_bad_data_is_a_failure(
     error: type[KvfoldError], message: str, convert: Any, given: dict[str, Any], checkpoint: Make, tmp_path: Path
 ) -> None:
