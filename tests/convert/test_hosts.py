@@ -106,7 +106,8 @@ def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make,
     module = next(m for m in load(tmp_path / "out", when="always").modules() if isinstance(m, LatentAttention))
     padding = torch.ones(1, 9)
     assert [module._absorbs(1, cached, None) for cached in (7, 8)] == [True, False]
-    assert [module._absorbs(2, cached, padding) for cached in (7, 8)] == [True, False]
+    assert [module._absorbs(1, cached, padding) for cached in (7, 8)] == [True, False]
+    assert not module._absorbs(2, 7, padding), "a function decides what several queries see"
     assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
 
 

@@ -75,7 +75,7 @@ def test_equal_heads_of_the_grouped_architectures_merge_without_loss(
 ) -> None:
     """Into kvfold's class for some heads, and its own for one, which then says multi_query."""
     for case, groups in (("some, two norms", 2), ("some, one norm", 1)):
-        source, out = checkpoint("falcon", name=case, **ARCHITECTURES[case]), tmp_path / case
+        source, out = checkpoint("falcon", name=case, **ARCHITECTURES[case]), tmp_path / f"{groups} heads"
         _equal_kv_heads(source)
         ok(convert("gqa", source, out, "--groups", groups))
         torch.testing.assert_close(logits(out), logits(source), rtol=1e-4, atol=1e-4)

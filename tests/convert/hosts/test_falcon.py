@@ -46,6 +46,5 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
     source = checkpoint("gpt_neox", use_parallel_residual=True)
     facts = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
     assert facts["output_class"] == "kvfold"
-    assert "opt does not have Falcon's decoder blocks" in str(
-        HOST.refuses(opt := family_of("opt").of(tiny_config("opt")), opt.spec.grouped(1))
-    )
+    opt = family_of("opt").of(tiny_config("opt"))
+    assert "opt does not have Falcon's decoder blocks" in str(HOST.refuses(opt, opt.spec.grouped(1)))

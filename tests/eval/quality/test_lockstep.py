@@ -46,10 +46,13 @@ def test_models_are_in_memory_together_only_while_they_are_small(
             loaded.append(weakref.ref(model))
             yield model
 
-    monkeypatch.setattr(lockstep, "load", watched)
     size = max((model.files / "model.safetensors").stat().st_size for model in models)
     monkeypatch.setattr(lockstep, "_SMALL", small * size)
-    found = report_of(models, TEXT, SHORT, progress=lambda name, done, total, unit: stages.update({name: (done, total)}))
+
+    def told(name: str, done: int, total: int, unit: str) -> None:
+        stages[name] = done, total
+
+    found = report_of(models, TEXT, SHORT, progress=told, opening=watched)
     assert found == whole
     assert alive == expected, "models that are there while another is loaded"
     assert set(stages.values()) == {(SCORED, SCORED)}
