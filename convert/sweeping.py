@@ -5,39 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from attention.errors import Refusal
-from convert import methods
 from convert.converting import convert
 from convert.execute.conversion import PlannedConversion
 from convert.launch import require_alone
-from convert.methods.text import Method, TextUse
-from convert.output.destination import check_output
 from convert.output.lock import exclusive
 from convert.output.writing import explained, watched
-from convert.planning.base import Plan, Request, convertible
-from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
+from convert.planning.base import Plan
+from convert.planning.calibration import GivenTexts
 from convert.planning.describe import plans_text
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
+from convert.planning.sweep import REPORT
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import Text
-from eval.machine.device import require_device
 from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
-_SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
-REPORT, _SURVEY = "report", "survey"  # in DIR
+_SURVEY = "survey"  # in DIR
 
 
 @dataclass(frozen=True)
@@ -85,56 +75,6 @@ class PlannedSweep:
         return plans_text(self.plans)
 
 
-def plans_for(
-    request: Request,
-    groups: Sequence[int] | None = None,
-    latents: Sequence[LatentSize] | None = None,
-    names: Sequence[str] | None = None,
-) -> list[Plan]:
-    """One plan per target and method, in the order of the report.
-
-    Args:
-        request: What the user asks for; its output is DIR. At least one method must use its text. Steps beyond a method
-            (`--refine`, …) apply to our own methods only.
-        groups: KV heads of GQA; if None and `latents` is None too, halves of the source's.
-        latents: Sizes of MLA; if None and `groups` is None too, shares of the source's cache.
-        names: Of methods; None for all that can run.
-
-    Raises:
-        Refusal: Something that the user named cannot be done. Defaults that do not fit the source are
-            left out.
-    """
-    source, calibration = request.source, request.calibration
-    require_device(request.device)
-    require_consistent(source, calibration)
-    candidates = _candidates(request, groups, latents, names)
-    counts = Counter(candidate.name for candidate in candidates)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
-    _require_use(calibration, [candidate.method for candidate in candidates])
-    if idle := sorted(set(names or ()) - {candidate.method.name for candidate in candidates}):
-        raise Refusal(
-            f"{' and '.join(idle)} of --methods can make none of the targets",
-            hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
-        )
-    plans: list[Plan] = []
-    for name, method, plan in candidates:
-        output = replace(request.output, path=request.output.path / name)
-        check_output(output.path, source.directory, output.overwrite, output.resume)
-        try:
-            plans.append(plan(replace(request, output=output, calibration=_calibration(method, calibration))))
-        except Refusal as refusal:
-            if any(given is not None for given in (latents, groups, names)):
-                raise
-            _log.warning("%s is left out: %s", name, refusal)
-    if not plans:
-        raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
-    there = request.output.path / REPORT
-    if there.exists() and not (request.output.overwrite or request.output.resume):
-        raise Refusal(f"{there} exists: an earlier sweep's report", hint="choose another DIR, or replace it with --overwrite")
-    return plans
-
-
 def sweep(
     plans: Sequence[Plan],
     evaluate_on: Text,
@@ -178,71 +118,3 @@ def sweep(
         with contextlib.suppress(OSError):
             (directory / _SURVEY).rmdir()
         return found
-
-
-class _Candidate(NamedTuple):
-    """A possible result of a sweep.
-
-    Attributes:
-        name: The name of its directory.
-        method: The method that makes it.
-        plan: Maps a request to its plan.
-    """
-
-    name: str
-    method: Method
-    plan: Callable[[Request], Plan]
-
-
-def _candidates(
-    request: Request, groups: Sequence[int] | None, latents: Sequence[LatentSize] | None, names: Sequence[str] | None
-) -> list[_Candidate]:
-    heads = convertible(request.source).spec.num_kv_heads
-    if groups is None and latents is None:
-        groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
-        latents = [LatentSize(kv_share=share) for share in _SHARES]
-    candidates = [
-        _Candidate(f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
-        for n in groups or ()
-        for m in map(methods.load_grouped, _chosen(methods.GROUPED, names))
-    ]
-    return candidates + [
-        _Candidate(f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
-        for size in latents or ()
-        for m in map(methods.load_latent, _chosen(methods.LATENT, names))
-        if m.text is not TextUse.NEEDED or not request.calibration.no_text or names
-    ]
-
-
-def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
-    """Refuse text that no method of the sweep uses, and steps that none takes."""
-    uses = {method.text for method in made_by}
-    steps = wanted.steps.flags
-    for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
-        if idle and uses and not enough:
-            raise Refusal(
-                f"no method of this sweep has any use for {idle}",
-                hint=f"leave it out, or add {' or '.join(_ours())} to --methods",
-            )
-
-
-def _ours() -> list[str]:
-    """Our own methods: with text, they can take the steps beyond a method."""
-    found: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
-    return [method.name for method in found if method.text is TextUse.USED]
-
-
-def _calibration(method: Method, text: CalibrationOptions) -> CalibrationOptions:
-    if method.text is TextUse.IGNORED:
-        return CalibrationOptions()
-    return replace(text, heal=text.heal or 0) if method.text is TextUse.USED else text.text_alone
-
-
-def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:
-    return [name for name in known if names is None or name in names]
-
-
-def _size_name(size: LatentSize) -> str:
-    if size.kv_lora_rank is not None:
-        return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
-    return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"

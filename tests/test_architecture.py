@@ -120,7 +120,7 @@ def test_no_module_breaks_a_rule(path: Path) -> None:
         ("convert/families/a.py", "from convert import hosts", "families imports convert.hosts"),
         ("convert/execute/a.py", "import convert.sweeping", "execute imports convert.sweeping"),
         ("eval/inputs/a.py", "from eval.quality.perplexity import finite", "inputs imports eval.quality.perplexity.finite"),
-        ("convert/api.py", "from convert.command.cli import main", "api imports convert.command.cli.main"),
+        ("convert/api/facts.py", "from convert.command.cli import main", "api imports convert.command.cli.main"),
         ("convert/planning/a.py", "from convert.nowhere import x", "is in no room"),
         ("convert/planning/a.py", "from . import base", "relative import"),
         ("attention/models/a.py", "from .configuration_kvfold import KvfoldConfig", "relative import"),
@@ -201,8 +201,8 @@ def test_nobody_shadows_the_builtin_eval() -> None:
 
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
-MOST_LINES = {"product": 32_450, "tests": 34_700}
-MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 30
+MOST_LINES = {"product": 31_300, "tests": 28_900}
+MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 20
 
 
 def lines_of(paths: Iterable[Path]) -> int:

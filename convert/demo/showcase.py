@@ -12,8 +12,9 @@ from convert.output.destination import Output
 from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.sizes import LatentSize
+from convert.planning.sweep import plans_for
 from convert.planning.texts import texts_of
-from convert.sweeping import plans_for, sweep
+from convert.sweeping import sweep
 from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality.settings import EvaluationSettings

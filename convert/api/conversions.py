@@ -1,0 +1,158 @@
+"""`gqa`, `mqa` and `mla`: a request from options, its plan, and the conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from attention.kv_bytes import dtype_bytes
+from convert import methods
+from convert.arguments import options
+from convert.arguments.sizes import parse_budget
+from convert.planning.texts import texts_of
+from eval.arguments import checked
+from eval.inputs.source import Source
+from eval.inputs.text import text_of
+
+if TYPE_CHECKING:
+    from convert.execute.conversion import Conversion, PlannedConversion
+    from convert.planning.base import Plan, Request
+
+_HALF = 0.5  # of the source's cache: a latent of which no size is given
+
+
+@overload
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[Literal[False]]]) -> Conversion: ...
+@overload
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[Literal[True]]]) -> PlannedConversion: ...
+@checked
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]]) -> Conversion | PlannedConversion:
+    """Convert a checkpoint to grouped-query attention.
+
+    Args:
+        model: Directory, GGUF file or Hub id, with an optional `@revision`.
+        output: The directory to create.
+        **given: The options, in `convert.arguments.options`.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
+    """
+    return _grouped("gqa", model, output, given["groups"], given)
+
+
+@overload
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[False]]]) -> Conversion: ...
+@overload
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[True]]]) -> PlannedConversion: ...
+@checked
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]]) -> Conversion | PlannedConversion:
+    """Convert a checkpoint to multi-query attention: one KV head.
+
+    Args:
+        model: Directory, GGUF file or Hub id, with an optional `@revision`.
+        output: The directory to create.
+        **given: The options, in `convert.arguments.options`.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
+    """
+    return _grouped("mqa", model, output, 1, given)
+
+
+def _grouped(
+    command: str, model: str | Path, output: str | Path, groups: int, given: Mapping[str, Any]
+) -> Conversion | PlannedConversion:
+    from convert.planning.grouped import plan_grouped
+
+    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    plan = plan_grouped(request_of(model, output, given), command, groups, method, output_class, given["cache_dtype"])
+    return _converted(plan, given)
+
+
+@overload
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[False]]]) -> Conversion: ...
+@overload
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[True]]]) -> PlannedConversion: ...
+@checked
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]]) -> Conversion | PlannedConversion:
+    """Convert a checkpoint to multi-head latent attention, or one that kvfold made to a smaller latent.
+
+    Args:
+        model: Directory, GGUF file or Hub id, with an optional `@revision`.
+        output: The directory to create.
+        **given: The options, in `convert.arguments.options`.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
+    """
+    from convert.planning.latent import plan_latent
+    from convert.planning.sizes import LatentSize
+
+    request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
+    rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
+    share, size = _budget(_HALF if (rank, rope_dim, budget) == (None, None, None) else budget)
+    latent = LatentSize(
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope_dim,
+        kv_share=share,
+        kv_bytes=size,
+        freqfold=given["freqfold"],
+        pad_rank=given["pad_rank"],
+        portable=given["portable"],
+        per_layer_ranks=given["per_layer_ranks"],
+        cache_dtype=given["cache_dtype"],
+    )
+    plan = plan_latent(request, latent, method)
+    return _converted(plan, given)
+
+
+def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
+    """What the user asks of a conversion besides its target."""
+    from convert.hosts.engines import engine_of
+    from convert.output.destination import Output
+    from convert.planning.base import Request
+    from convert.planning.calibration import CalibrationOptions
+
+    source = Source.parse(str(model), given["trust_remote_code"])
+    if given["dtype"] is not None:
+        dtype_bytes(given["dtype"])
+    engine_of(given["engine"])
+    calibration = CalibrationOptions(
+        texts=texts_of(given["text"], given["dataset"]),
+        tokens=given["calibration_tokens"],
+        context=given["calibration_context"],
+        refit=given["refit"],
+        refine=given["refine"] or 0,
+        max_context=given["max_context"],
+        no_text=given["no_text"],
+        heal=given["heal"],
+    )
+    where = Output(Path(output), given["dtype"], given["max_shard_size"], given["overwrite"], given["resume"], given["engine"])
+    force = given.get("force", False)
+    named = force or given.get("method") is not None
+    return Request(source, where, calibration, given["device"], given["seed"], named, force)
+
+
+def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
+    """The conversion that is planned, carried out unless only the plan is asked for."""
+    from convert.converting import convert
+    from convert.execute.conversion import PlannedConversion
+
+    if given["dry_run"]:
+        return PlannedConversion(planned)
+    evaluate = given["evaluate"]
+    return convert(planned, None if evaluate is None else text_of(evaluate), given["progress"])
+
+
+def _budget(given: Any) -> tuple[float | None, int | None]:
+    """A budget as (share, bytes), of which one is None, or both."""
+    if given is None or isinstance(given, tuple):
+        return given or (None, None)
+    return parse_budget(f"{100 * given:.12g}%" if isinstance(given, float) else str(given))
