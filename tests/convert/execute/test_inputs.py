@@ -53,7 +53,7 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(checkpoint: Make, tmp_pa
         ({"method": "mean", "refit": True}, {"method"}),
         ({"heal": 640}, set()),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "differing",
 )
 def test_settings_and_text_are_inputs(changes: dict[str, Any], differing: set[str], checkpoint: Make) -> None:
     source = checkpoint()
