@@ -10,7 +10,6 @@ the default calibration, half an hour.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +42,12 @@ class Row:
         name: For the table.
         goal: For the table.
         command: Arguments of `convert` in a directory with `model`, `small` and `text.txt`, or a whole command.
-        beside: Busy processes to run it beside.
         rare: Whether only --all runs it.
     """
 
     name: str
     goal: str
     command: str | list[str]
-    beside: int = 0
     rare: bool = False
 
 
@@ -62,7 +59,6 @@ ROWS = (
     Row("AutoConfig alone", "", [sys.executable, "-c", CONFIG]),
     Row("`convert inspect`", "1 s more than that", "inspect model"),
     Row("`convert demo`", "80 s", "demo"),
-    Row("`convert demo` beside a busy process", "3 minutes", "demo", beside=1),
     Row("MQA of 0.5 M parameters, default calibration", "20 s", "mqa small of-small --text text.txt"),
     Row(
         "MLA-160+32 of the real model, 16,384 tokens in blocks of 512",
@@ -86,27 +82,13 @@ def measured(row: Row, work: Path) -> str:
         [sys.executable, "-m", "convert.command.cli", *row.command.split()] if isinstance(row.command, str) else row.command
     )
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    with busy(row.beside):
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
-        seconds = time.monotonic() - start
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{row.name} failed:\n{done.stderr[-2000:]}")
-    # Busy processes are killed after the command, and their time is on the same account.
-    own = "–" if row.beside else f"{after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.0f} s"
-    return f"| {row.name} | {seconds:.0f} s | {own} | {row.goal} |"
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Run as many processes that do nothing but take a core."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return f"| {row.name} | {seconds:.0f} s | {own:.0f} s | {row.goal} |"
 
 
 def make_small(path: Path) -> None:
