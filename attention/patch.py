@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
+from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.auto import auto_class, refuse_adapter
 from attention.calibrated import Calibrated
@@ -35,7 +36,7 @@ _log = logging.getLogger("kvfold")
 
 
 # The stock classes whose forward `StockLatentAttention` reimplements.
-STOCK: tuple[Any, ...] = (DeepseekV3Attention, MiniCPM3Attention)
+STOCK: tuple[Any, ...] = (DeepseekV3Attention, YoutuAttention, MiniCPM3Attention)
 # Arguments of `from_pretrained` that say which files are read.
 _OF_HUB = {
     "trust_remote_code", "revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download",

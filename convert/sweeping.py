@@ -35,7 +35,7 @@ class Sweep:
     """Several conversions of one source.
 
     Attributes:
-        plans: The plan of each result, with the choices made on the way.
+        plans: The plan of each result.
         report: The evaluation of the source and all results.
         report_directory: The directory of report.json, report.md and report.html.
     """

@@ -4,8 +4,8 @@
 
 A *stay* is a visit to a function of ours that is given the model: its path, its Source, or a value that holds one (Request,
 Plan, Job, …). What such a value says of itself is no visit. Calls of one function by one caller are one stay, however often a
-loop repeats them. A *return* is a stay in a
-module that was left for one beside or above it. The *depth* is the largest number of our functions on the stack.
+loop repeats them. A *return* is a stay in a module that was left before. The *depth* is the largest number of our functions on
+the stack.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Factoring(TypedDict, total=False):
     cache_dtype: Annotated[
         str | None,
         Option(
-            f"{_FORMAT} With --kv-budget, auto takes that of the table in docs/mla.md.",
+            f"{_FORMAT} With --kv-budget, auto takes one by the budget (`convert plan`).",
             unset="--dtype",
             choices=(*FORMATS, "auto"),
         ),

@@ -13,6 +13,7 @@ import torch
 
 from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
+from attention.padding import pad_values
 from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
@@ -21,7 +22,7 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
-from eval.quality.opened import Opening
+from eval.quality.opened import Opened, Opening
 from eval.quality.perplexity import Score, add, batches, logits_of
 from eval.quality.protocol import Block
 from eval.report.sections import LARGE, meaning
@@ -79,7 +80,8 @@ def checked(
         NotPublished: The result is of no use, and the user has not asked for it.
         Failure: The result does not run, or gives logits that are not finite.
     """
-    if missing := lacks_room(plan.source, device):
+    there = isinstance(opening, Opened) and opening.holds(plan.source)
+    if not there and (missing := lacks_room(plan.source, device)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     samples = [*_own(plan, device, kept, progress), *given]
@@ -125,6 +127,7 @@ def _losses(
 ) -> list[float]:
     """Mean nats per token of a model on each text, with its cache in a format, or without one."""
     with opening(source, "auto", str(device)) as model, torch.inference_mode():
+        pad_values(model)  # as a healing leaves it: a resumed run measures the same
         if form is not None:
             store_encoded(model, form)
         return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]

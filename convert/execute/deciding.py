@@ -152,7 +152,7 @@ def _errors(job: Job, target: LatentTarget, offers: Sequence[Allocation], statis
             tried, other = measured.sample.of(rows[::2]), measured.sample.of(rows[1::2] or rows)
             fitted = replace(measured, sample=other)
             for i, offer in enumerate(offers):
-                after = balance(job, before, target.method.factor(before, offer, measured), fitted)
+                after = balance(job, target.method.factor(before, offer, measured), fitted)
                 after = refit(job, before, after, fitted)
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)

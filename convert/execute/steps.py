@@ -30,7 +30,7 @@ def grouped(job: Job, target: GroupedTarget, before: Attention, seen: Statistics
     """
     groups = target.spec.num_kv_heads
     after = before if groups == before.num_kv_heads else target.method.merge(before, groups, seen)
-    return refit(job, before, balance(job, before, after, seen), seen)
+    return refit(job, before, balance(job, after, seen), seen)
 
 
 def latent(
@@ -50,7 +50,7 @@ def latent(
     after: Record = target.method.factor(before, allocation, seen)
     if target.host.portable:
         after = _constant_norm(before, after, seen)
-    after = refit(job, before, balance(job, before, after, seen), seen)
+    after = refit(job, before, balance(job, after, seen), seen)
     if target.spec.q_lora_rank is not None:
         after = _behind_norm(job, after, layer, seen)
     return _scaled(target.host.latent_size(target.spec.kv_lora_rank or 0), after, seen)
@@ -70,7 +70,7 @@ def refit(job: Job, before: Attention, after: Record, statistics: Statistics) ->
     return replace(refitted(before, start, statistics.sample.to(job.device), statistics.attended), rounding=form)
 
 
-def balance(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:
+def balance(job: Job, after: Record, statistics: Statistics) -> Record:
     """Keys and values in balanced coordinates, and rounded from here on as the target's cache rounds them, if it does.
 
     Where the class does more with them than records say, or nothing shows their sizes, those of heads are only rounded.

@@ -79,7 +79,7 @@ class Host(ABC):
 
     @abstractmethod
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
-        """Why this class cannot carry `target` made from `config`, or None if it can."""
+        """Why this class cannot carry `target` of a source of `family`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
         """The number of a latent's channels that the class needs for itself."""

@@ -16,7 +16,7 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import report_of
-from eval.quality.opened import Opening
+from eval.quality.opened import Opened, Opening
 from eval.quality.origin import is_cached_in, stated_cache
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress
@@ -55,6 +55,9 @@ def evaluated(
     made_from = [replace(model, label=name) for name, model in models.items()]
     result = made_from[0].beside(work.path, label)
     settings = replace(settings, cache_dtypes=_formats(provenance, (*made_from, result)))
+    if settings.cache_dtypes and isinstance(opening, Opened):  # caches in a format need models of their own
+        opening.free()
+        opening = load
     try:
         report = report_of([*made_from, result], text, settings, seen, progress, opening)
     except (Refusal, Failure) as error:

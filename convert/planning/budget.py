@@ -1,6 +1,6 @@
 """Splits a KV budget into a format, rank and rotary dims, and checks folds of frequencies. Pure arithmetic.
 
-The two tables were chosen on a model of 135M and one of 6M parameters, by nats and copying (docs/notes/fits.md).
+The rotary dims were chosen on a model of 135M and one of 6M parameters (docs/notes/fits.md), formats by docs/results.md.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def format_of(share: float, stored: Container[str]) -> str | None:
 
 def rule_text() -> str:
     """What a budget is split by, for `plan`."""
-    formats = [f"{formats[0]} {f'from {above:g} of it on' if above else 'below'}" for above, formats in FORMATS]
+    formats = [f"{formats[0]} {f'from {above:.1%} on' if above else 'below'}" for above, formats in FORMATS]
     return (
-        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, times its share of the source's cache. "
-        f"--cache-dtype auto is {', '.join(formats)}."
+        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, or all that it has, times the share of the source's cached "
+        f"numbers. --cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
     )
 
 

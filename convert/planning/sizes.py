@@ -107,11 +107,15 @@ class Sizing:
                 "--cache-dtype auto chooses the format of a budget",
                 hint="give --kv-budget, or name a format with --cache-dtype",
             )
-        budget, whole = self._budget(request)
+        if request.kv_share is None:
+            budget, whole = self._budget(request)
+            share = budget / whole
+        else:
+            share = request.kv_share
         stored = [cache.form for cache in (self.engine or ENGINES["transformers"]).caches if cache.tried]
         if self.bounds.host.portable:
             stored = [form for form in stored if not format_named(form).classes]
-        return format_of(budget / whole, stored)
+        return format_of(share, stored)
 
     def _format_note(self, target: LatentTarget) -> str:
         """What runs the format that `--cache-dtype auto` stands for."""

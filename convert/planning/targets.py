@@ -93,7 +93,6 @@ class LatentTarget:
     cache_dtype: str | None = None
 
     command = "mla"
-    among = ""  # as of `GroupedTarget`: a method factors all heads
 
     @property
     def copies(self) -> bool:

@@ -379,8 +379,8 @@ class Source:
         """The directory with all files, downloaded if necessary, or dequantised from a GGUF file (`GgufFile.directory`).
 
         Raises:
-            Refusal: As of `refuse_adapter`, or as `GgufFile.unpack`.
-            Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.unpack`.
+            Refusal: As of `refuse_adapter`, or as `GgufFile.directory`.
+            Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.directory`.
         """
         if self.gguf:
             return self.gguf.directory

@@ -157,8 +157,8 @@ def read_file(path: Path) -> Text:
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
     if size > _MOST or (not regular and len(data) == size):
-        most = _MOST if regular else _MOST_PIPED
-        raise Failure(f"{path} has more than {most:,} bytes", hint="write what is wanted of it into a file: head -c 16M")
+        most, hint = (_MOST, "split it") if regular else (_MOST_PIPED, "write what is wanted of it into a file: head -c 16M")
+        raise Failure(f"{path} has more than {most:,} bytes", hint=hint)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

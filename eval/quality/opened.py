@@ -41,7 +41,7 @@ class Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_idle()
+        self.free()
 
     @contextlib.contextmanager
     def __call__(self, source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[Any]:
@@ -50,7 +50,7 @@ class Opened:
         key = source.files, compute_dtype(source, dtype, str(where)), str(where)
         if key not in self._models:
             if _BYTES * count_parameters(source.config) > free_memory(where):
-                self._close_idle()
+                self.free()
             stack = contextlib.ExitStack()
             self._models[key] = _Model(stack.enter_context(load(source, dtype, device)), stack.close)
         found = self._models[key]
@@ -60,11 +60,16 @@ class Opened:
         finally:
             found.users -= 1
 
+    def holds(self, source: Source) -> bool:
+        """Whether a model of a checkpoint is loaded."""
+        return any(files == source.files for files, *_ in self._models)
+
     def forget(self, source: Source) -> None:
         """Free the models of a checkpoint whose weights have changed."""
         for key in [key for key in self._models if key[0] == source.files]:
             self._models.pop(key).close()
 
-    def _close_idle(self) -> None:
+    def free(self) -> None:
+        """Free the models that no block uses."""
         for key in [key for key, one in self._models.items() if not one.users]:
             self._models.pop(key).close()

@@ -215,6 +215,7 @@ def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str
     device, name = work.ids.device, run.source.name
     work.to_start()
     work.prefill()
+    work.check_cache(name, run.spec, run.dtype)
     with kernels.watched() as served:
         work.check_logits(name, run.dtype)
     backend, reason = next(iter(served.items()), (None, None))

@@ -14,6 +14,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
+from attention.spec import AttentionSpec
 from attention.versions import CACHE
 from eval.machine.device import input_device
 
@@ -87,6 +88,20 @@ class Workload:
     def cache_bytes(self) -> int:
         """Bytes of the live cache; a step reads all of it."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def check_cache(self, name: str, spec: AttentionSpec, dtype: str) -> None:
+        """Check that the live cache has the size that `spec` predicts.
+
+        Raises:
+            Failure: It has another size.
+        """
+        batch, context = self.ids.shape
+        predicted = batch * spec.cache_bytes(dtype, context, static=True)
+        if self.cache_bytes != predicted:
+            raise Failure(
+                f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
+                hint="this class caches something that kvfold does not know; please report the model type",
+            )
 
     def check_logits(self, name: str, dtype: str) -> None:
         """Run a step over the full cache, compiled if `compile` was called, and check that its logits are finite.
