@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neutral, two constants": {"neutral": (3.0, 7.0**0.5)},
     "neutral, half-split": {"rope_interleave": False},
     "neutral, longrope": {"rope_parameters": LONGROPE},
+    "neutral, youtu": {"model_type": "youtu"},
     "neutral, minicpm3": {"model_type": "minicpm3", "rope_interleave": False},
     "neutral, query biases": {"q_lora_rank": 80},
     "norm": {"neutral": ()},

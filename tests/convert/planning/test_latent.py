@@ -209,7 +209,7 @@ def test_a_budget_has_a_format_by_rule(
 ) -> None:
     """The first of its row that the engine stores, and that a portable result can have."""
     given = dict(changes)
-    where, share = replace(output, engine=given.pop("engine", None)), max(1.05 * above, 0.1)
+    where, share = replace(output, engine=given.pop("engine", None)), above or 0.1
     plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
     stored = [form for form in formats if not (changes and FORMAT[form].classes)]
     form = next(form for form in stored if not where.engine or form.startswith("q"))

@@ -159,6 +159,9 @@ def test_the_cache_holds_what_the_config_predicts(make: Callable[[], Any], per_t
     work = filled(Workload(make(), 2, 20))
     spec = AttentionSpec.from_config(work.model.config)
     assert work.cache_bytes == 2 * spec.cache_bytes("float32", 20, static=True) == 2 * tokens * per_token
+    work.check_cache("it", spec, "float32")
+    with pytest.raises(Failure, match=f"live cache of it holds {work.cache_bytes} bytes, its config predicts"):
+        work.check_cache("it", spec, "bfloat16")
 
 
 def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
