@@ -167,7 +167,7 @@ def with_bias(module: Any) -> None:
     module.kv_b_proj.bias = nn.Parameter(torch.ones(88))
 
 
-NONE = "none of its modules is a DeepseekV3Attention, MiniCPM3Attention, or KvfoldLatentAttention"
+NONE = "none of its modules is a DeepseekV3Attention, YoutuAttention, MiniCPM3Attention, or KvfoldLatentAttention"
 ABSORB = "cannot absorb model.layers.0.self_attn"
 PLAIN = "and must be a plain Linear with floating weights"
 
