@@ -101,6 +101,18 @@ def test_without_positions_the_latent_alone_is_the_same_function(
     assert loss(a, found) < 1e-5
 
 
+def test_what_no_query_reads_takes_no_rank() -> None:
+    """`weighted` weighs keys by queries: of two nope dims of each head, none is lost but those that nothing reads."""
+    a = record(groups=2, share=2, pairs=2, nope=4, width=40)
+    assert a.q_bias is not None
+    q, q_bias = a.q.clone(), a.q_bias.clone()
+    q[:, 4:6], q_bias[:, 4:6] = 0, 0
+    a, kept = dataclasses.replace(a, q=q, q_bias=q_bias), every_pair(a)
+    rank = full_rank(a, kept) - 2 * 2
+    assert loss(a, load_latent("weighted").factor(a, Allocation(rank, kept), measured(inputs(40)))) < 1e-3
+    assert loss(a, load_latent("svd").factor(a, Allocation(rank, kept), measured(inputs(40)))) > 1e-2
+
+
 def test_the_attention_factor_is_in_the_keys_twice() -> None:
     plain, scaled = (keys_of(record(nope=2, factor=f)) for f in (1.0, 1.5))
     torch.testing.assert_close(scaled.rows, 2.25 * plain.rows)
