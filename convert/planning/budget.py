@@ -107,9 +107,9 @@ def format_of(share: float, stored: Container[str]) -> str | None:
 
 def rule_text() -> str:
     """What a budget is split by, for `plan`."""
-    formats = [f"{formats[0]} {f'from {above:.1%} on' if above else 'below'}" for above, formats in FORMATS]
+    formats = [f"{formats[0]} {f'from {100 * above:g}% on' if above else 'below'}" for above, formats in FORMATS]
     return (
-        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, or all that it has, times the share of the source's cached "
+        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, or all that it has, times the share of the source's cached\n"
         f"numbers. --cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
     )
 
