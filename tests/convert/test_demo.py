@@ -87,7 +87,7 @@ def test_the_demo_converts_evaluates_and_reports(
     assert [entry["name"] for entry in others] == names
     (demo / "report" / "mine.txt").write_text("mine")
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4,))
-    monkeypatch.setattr("convert.demo.showcase._METHODS", ("aligned", "pca"))
+    monkeypatch.setattr("convert.demo.showcase._METHODS", ("mean", "pca"))
     again = json.loads(convert("demo", "--output", demo, "--json", "-q").stdout)
-    assert again["models"] == [source, by_method["aligned", "GQA-4"], by_method["pca", "MLA-48+16"]]
+    assert again["models"] == [source, by_method["mean", "GQA-4"], by_method["pca", "MLA-48+16"]]
     assert (demo / "report" / "mine.txt").read_text() == "mine"

@@ -355,7 +355,7 @@ def test_only_layers_that_rotate_are_counted_as_such() -> None:
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
     source = saved(small("gpt_oss", sliding_window=8), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
-    text = ("--text", words, "--calibration-tokens", 2048, "--calibration-context", 64)
+    text = ("--text", words, "--calibration-tokens", 1024, "--calibration-context", 64)
     ok(convert("gqa", source, tmp_path / "fitted", "--groups", 2, *text, "--heal", 0))
     ok(convert("gqa", source, tmp_path / "all", "--groups", 2, *text, "--cache-dtype", "int8", "--refine", 2, "--heal", 1024))
     expected = logits(source)
