@@ -17,7 +17,6 @@ from convert.output.lock import exclusive
 from convert.output.writing import explained, watched
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
-from convert.planning.describe import plans_text
 from convert.planning.sweep import REPORT
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import Text
@@ -25,6 +24,7 @@ from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
+from eval.terminal.tables import table
 
 _log = logging.getLogger("kvfold")
 _SURVEY = "survey"  # in DIR
@@ -118,3 +118,15 @@ def sweep(
         with contextlib.suppress(OSError):
             (directory / _SURVEY).rmdir()
         return found
+
+
+def plans_text(plans: Sequence[Plan]) -> str:
+    """A planned sweep, one row per result."""
+    rows = []
+    for plan in plans:
+        spec = plan.target.spec
+        before, after = plan.kv_bytes_per_token(spec)
+        rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
+    at = plans[0].before.at_context(plans[0].context)
+    shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))
+    return f"{shown}\n\nwould be written to {plans[0].output.path.parent}, with a report"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention.calibrated import Calibrated
 from attention.spec import AttentionSpec
 from convert.planning.base import Plan
-from convert.planning.describe import conversion_text, plan_text
+from eval.report.sections import loss_text
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,80 @@ class Conversion(PlannedConversion):
 
     def __str__(self) -> str:
         return conversion_text(self.plan, self.provenance)
+
+
+def plan_text(plan: Plan) -> str:
+    """A planned conversion, for a terminal."""
+    return "\n".join([*_plan_lines(plan, plan.target.spec), *_said(plan.calibrated), f"would be written to {_where(plan)}"])
+
+
+def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
+    """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
+    measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
+    lines = _plan_lines(plan, plan.sized(provenance.get("kv_lora_ranks")))
+    return "\n".join([*lines, *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
+
+
+def _said(calibrated: Calibrated | None) -> list[str]:
+    """For how many positions a result is calibrated, if that is not for all."""
+    return [f"{calibrated} (--calibration-context N calibrates for N)"] if calibrated else []
+
+
+def _where(plan: Plan) -> str:
+    host = plan.target.host
+    return f"{plan.output.path}, loads in {host.loads_in} as {host.layout(plan.family).model_type}"
+
+
+def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
+    method, text = plan.target.method, plan.calibration
+    (before, after), at = plan.kv_bytes_per_token(spec), plan.before.at_context(plan.context)
+    kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
+    how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
+    if text:
+        how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
+        how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
+    return [
+        f"{plan.before.kind} → {spec.kind}, {how}",
+        *_steps_line(plan),
+        f"KV cache: {before:.0f} → {after:.0f} bytes per token{at} ({after / before:.1%}, kept in {kept})",
+        *plan.notes,
+    ]
+
+
+def _steps_line(plan: Plan) -> list[str]:
+    """What happens to a layer and to the whole, if that is more than the method."""
+    text, words = plan.calibration, {"cast": f"cast to {plan.output.dtype}"}
+    if text:
+        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
+    said = [words.get(step, step) for step in plan.steps]
+    return [f"steps: {' → '.join(said)}"] if said[1:] or said != plan.steps else []
+
+
+def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if not (healing := provenance.get("healing")):
+        return []
+    before, after = (healing[when]["kl"] for when in ("before", "after"))
+    if not provenance["tensors"]["healed"]:
+        return [f"healing gained nothing: KL {before:.4f} on {healing['held_out_tokens']} tokens that were held out"]
+    return [f"healed on {healing['tokens']} tokens: KL {before:.4f} → {after:.4f} on {healing['held_out_tokens']} others"]
+
+
+def _check_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if not (check := provenance.get("check")):
+        return []
+    found = [f"{loss_text(one['loss_nats'], '+.3f')} on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
+    return [f"checked on text that was not fitted: {', '.join(found)}"]
+
+
+def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if "evaluation" not in provenance:
+        return []
+    source, *others = provenance["evaluation"]["models"]
+    return [
+        f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} at {loss_text(converted['loss_nats'])} on "
+        f"{converted['tokens']} tokens of {provenance['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
+        f"top-1 agreement {converted['top1_agreement']:.1%}"
+        + (f", with its cache in {form}" if (form := converted.get("cache_format")) else "")
+        for converted in others
+        if converted["path"] != source["path"]
+    ]

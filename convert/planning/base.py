@@ -16,7 +16,6 @@ from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
 from convert.output.provenance import Recipe
 from convert.planning.bounds import rotary_dim
 from convert.planning.positions import limited
-from eval.machine.device import compute_device
 
 if TYPE_CHECKING:
     from attention.formats import Format
@@ -65,6 +64,7 @@ class Plan:
         family: The family that reads the source's attention.
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
+        runs_on: The device on which layers run and are changed.
         remarks: Notes for the user besides those of the target.
     """
 
@@ -72,6 +72,7 @@ class Plan:
     family: Family
     target: Target
     calibration: Calibration | None
+    runs_on: str
     remarks: tuple[str, ...] = ()
 
     @property
@@ -112,14 +113,6 @@ class Plan:
         """Of the source's cache, and of that of a result with the sizes `after`."""
         source = self.before.bytes_per_token(self.source.dtype, self.context)
         return source, after.bytes_per_token(self.cache_dtype, self.context)
-
-    @property
-    def runs_on(self) -> str:
-        """The device on which layers run and are changed."""
-        grouped = not self.target.spec.kv_lora_rank and self.target.method.text is TextUse.IGNORED
-        if self.device == "auto" and grouped and not self.calibration:
-            return "cpu"  # pooling heads is too little work to be worth moving weights
-        return str(compute_device(self.device))
 
     @property
     def checks(self) -> bool:

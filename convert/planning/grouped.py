@@ -100,7 +100,10 @@ def plan_grouped(
     target = GroupedTarget(command, options, before, spec, method, host, notes, cache_dtype)
     text = None if target.copies else text  # a copy needs no calibration
     require_room_to_write(source, text, device)
-    return require_change(Plan(request, family, target, with_default_healing(source, text, device), remarks))
+    text = with_default_healing(source, text, device)
+    # Pooling heads is too little work to be worth moving weights.
+    pooling = request.device == "auto" and method.text is TextUse.IGNORED and text is None
+    return require_change(Plan(request, family, target, text, "cpu" if pooling else str(device), remarks))
 
 
 def _options(command: str, groups: int, output_class: str | None) -> dict[str, Any]:

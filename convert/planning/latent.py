@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from convert import methods
 from convert.families.deepseek import NormalisedLatent
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
-from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.base import (
     Plan,
@@ -24,10 +22,9 @@ from convert.planning.base import (
     text_notes,
 )
 from convert.planning.bounds import LatentBounds, smallest_latent
-from convert.planning.calibration import calibration_for
 from convert.planning.held import require_held
 from convert.planning.memory import require_room_to_write, with_default_healing
-from convert.planning.portable import portable_calibration, portable_hint
+from convert.planning.portable import latent_calibration, portable_hint
 from convert.planning.sizes import AUTO, LatentSize, Sizing
 from eval.machine.device import compute_device, require_device
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import Calibration, CalibrationOptions
     from convert.planning.targets import LatentTarget
     from eval.inputs.source import Source
 
@@ -76,12 +72,13 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     if engine:
         target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _text(source, method, request.calibration, bounds.host, size)
+    text = latent_calibration(source, method, request.calibration, bounds.host, size.per_layer_ranks)
     remarks = text_notes(method, text, family.traits.behind_projections)
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
     require_room_to_write(source, text, device)
-    return require_change(Plan(request, family, target, with_default_healing(source, text, device), tuple(remarks)))
+    text = with_default_healing(source, text, device)
+    return require_change(Plan(request, family, target, text, str(device), tuple(remarks)))
 
 
 def _host(source: Source, family: Family, size: LatentSize, engine: Engine | None) -> Host:
@@ -101,16 +98,3 @@ def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> Late
         raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
     note = engine.note(bounds.before)
     return replace(target, notes=(*target.notes, note)) if note else target
-
-
-def _text(
-    source: Source, method: LatentMethod, calibration: CalibrationOptions, host: Host, size: LatentSize
-) -> Calibration | None:
-    """The calibration text, if the conversion has one."""
-    if host.portable:
-        calibration = portable_calibration(method, calibration)
-    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
-    text = calibration_for(source, method, calibration, without)
-    if size.per_layer_ranks and text is None:
-        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
-    return text

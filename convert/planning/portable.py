@@ -1,4 +1,4 @@
-"""Requirements of `mla --portable` besides a size: text, the refit, and an engine that runs it."""
+"""The text of a latent, and what `mla --portable` needs besides a size: text, the refit, and an engine that runs it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from convert import methods
 from convert.hosts import PORTABLE
 from convert.methods.text import TextUse
 from convert.planning.base import unfit
-from convert.planning.calibration import with_own_text
+from convert.planning.calibration import calibration_for, with_own_text
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
+    from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import CalibrationOptions
+    from convert.planning.calibration import Calibration, CalibrationOptions
+    from eval.inputs.source import Source
 
 
-def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
+def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
     """The user's options, with the refit.
 
     Raises:
@@ -39,6 +41,23 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
     if options.refit is False:
         raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
     return replace(options, refit=True)
+
+
+def latent_calibration(
+    source: Source, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
+) -> Calibration | None:
+    """The calibration of a latent, in any output class; None without text.
+
+    Raises:
+        Refusal: Ranks per layer or a portable result need text and have none; or as of `calibration_for`.
+    """
+    if host.portable:
+        calibration = _portable_calibration(method, calibration)
+    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
+    text = calibration_for(source, method, calibration, without)
+    if per_layer_ranks and text is None:
+        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
+    return text
 
 
 def portable_hint(family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:

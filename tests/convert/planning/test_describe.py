@@ -13,6 +13,7 @@ from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
 from convert import plan
+from convert.execute.conversion import _check_lines, conversion_text, plan_text
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
@@ -21,12 +22,8 @@ from convert.output.destination import Output
 from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import (
-    _check_lines,
     capacity,
-    conversion_text,
     inspection,
-    plan_text,
-    plans_text,
     support,
     support_text,
 )
@@ -34,6 +31,7 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
+from convert.sweeping import plans_text
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
