@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from attention.encoding import Encoded, decode, encode, rotated
-from attention.formats import Format, Part, parts_of
+from attention.formats import Format, Part
 
 
 class Rows(NamedTuple):
@@ -89,16 +89,6 @@ def as_read(cached: Rows, new: torch.Tensor) -> torch.Tensor:
     if new.shape[2] > 1 or torch.compiler.is_compiling():
         return cached.block(0, cached.shape[2], new.dtype)
     return Stored(cached, new.dtype)
-
-
-def stored_pair(
-    values: torch.Tensor, keys: torch.Tensor, form: Format | None, latent: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
-    if form is None:
-        return values, keys
-    of_keys, of_values = reversed(parts_of(latent)) if latent else parts_of(latent)
-    return Stored(encoded_rows(values, form, of_values), values.dtype), Stored(encoded_rows(keys, form, of_keys), keys.dtype)
 
 
 def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
