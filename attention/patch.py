@@ -116,8 +116,7 @@ def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> A
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
     """Make `model` decode directly over its cached latent.
 
-    A second call changes `when` and `backend`, and checks again whether the latent norm is neutral: call it after loading
-    other weights into the model.
+    A second call changes `when` and `backend`.
 
     Args:
         model: A transformers model with MLA of a class in `STOCK` or of kvfold's own; its weights are in memory and not
@@ -150,7 +149,8 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         if not isinstance(module, LatentAttention):
             kind: Any = type(module)
             _become(module, _absorbed(kind))
-        cast(LatentAttention, module).prepare(when == "always", backend)
+        absorbed = cast(LatentAttention, module)
+        absorbed.always, absorbed.backend = when == "always", backend
     return model
 
 
@@ -199,7 +199,7 @@ def restore(model: Any) -> Any:
         if is_packed(module):
             module.config = _stock_config(module)
         elif isinstance(module, LatentAttention):
-            module.unprepare()
+            del module.always, module.backend
             _become(module, type(module).__bases__[1])
     return model
 
