@@ -29,7 +29,7 @@ from attention.errors import Refusal
 from attention.forward import widened
 from attention.grouped import replaced_forward
 from attention.kernels import Backend, decode, torch_decode
-from attention.models.modeling_kvfold import eager, is_paged, taken_cache
+from attention.models.modeling_kvfold import KvfoldLatentAttention, eager, is_paged, taken_cache
 from attention.stored import Stored
 
 When = Literal["auto", "always"]
@@ -215,7 +215,7 @@ class StockLatentAttention(LatentAttention):
         return rotate(q_rope, k_rope, *position_embeddings)
 
 
-class OwnLatentAttention(LatentAttention):
+class OwnLatentAttention(LatentAttention, KvfoldLatentAttention):
     """`LatentAttention` for kvfold's own class, which is called as the attention of many classes is."""
 
     def forward(
