@@ -132,20 +132,6 @@ def test_any_deal_of_tiles_gives_the_same(kind: Kind, data: st.DataObject) -> No
         assert agree(kind.operator(*call, given_mask, SCALE, sizes), spelled_out(*call, mask=given_mask))
 
 
-@of_kinds
-@pytest.mark.usefixtures("poison")
-def test_a_request_that_sees_nothing_is_zero(kind: Kind) -> None:
-    call, mask = kind.call(4, 50), torch.ones(4, 1, 1, 50, dtype=torch.bool, device=DEVICE)
-    for blind in ([0], [1, 2], [0, 1, 2, 3]):
-        seeing = mask.clone()
-        seeing[blind] = False
-        for one in (seeing, added(seeing)):
-            found = kind.operator(*call, one, SCALE, Tiling(16, 16, 2, 4, 7, 1))
-            assert not found[blind].any()
-            assert torch.equal(found.any(-1), seeing.any(-1).expand(-1, found.shape[1], -1))
-            assert agree(found, spelled_out(*call, mask=one))
-
-
 @pytest.mark.usefixtures("poison")
 def test_holes_may_be_wider_than_tiles_and_shares() -> None:
     q, r, c, k = latents(2, 3, 120, 32, 16)

@@ -20,9 +20,6 @@ from attention import absorb, restore
 from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
 from attention.latent import LatentAttention, absorbs, dense_mask
-from attention.record import FactoredAttention
-from attention.reference import latent_attention
-from attention.rope import from_config
 
 LENGTH = 20  # 10 tokens at once, then 10 one by one
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -43,58 +40,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def padding(lengths: list[int]) -> torch.Tensor:
     """Left padding of rows of these many tokens."""
     return (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
-
-
-def oracle(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """The first attention module of a neutral model in fp64, latent biases riding on a constant input."""
-    module, config = model.model.layers[0].self_attn, model.config
-
-    def rows(linear: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight = linear.weight.detach().double()
-        constant = torch.zeros(len(weight)).double() if bias is None else bias.detach().double()
-        return torch.cat((weight, constant[:, None]), 1)
-
-    true = module.kv_a_layernorm.weight != 0
-    down = module.kv_a_proj_with_mqa
-    latent, k_rope = rows(down, down.bias).split((RANK, ROPE))
-    queries = rows(module.q_proj) if model.config.q_lora_rank is None else rows(module.q_b_proj)[:, [*range(64), 75]]
-    if model.config.q_lora_rank:  # its latent is twice the input, zeros, a one, and constants of which nothing comes through
-        queries[:, :64] *= 2
-    queries = queries.unflatten(0, (HEADS, -1))
-    up = module.kv_b_proj.weight.detach().double().unflatten(0, (HEADS, -1))[..., true]
-    attention = FactoredAttention(
-        q_nope=queries[:, :NOPE], q_rope=queries[:, NOPE:], k_rope=k_rope, down=latent[true],
-        up_k=up[:, :NOPE], up_v=up[:, NOPE:], o=module.o_proj.weight.detach().double().unflatten(1, (HEADS, -1)),
-        o_bias=module.o_proj.bias.detach().double(), scale=(NOPE + ROPE) ** -0.5,
-        rotary=from_config(config, ROPE, "interleaved" if config.rope_interleave else "half"),
-    )  # fmt: skip
-    return latent_attention(torch.cat((x.double(), torch.ones(*x.shape[:2], 1).double()), -1), attention)
-
-
-@torch.no_grad()
-def attend(model: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
-    """The first attention module over `x`, 10 tokens at once and then one by one, masks as sdpa has them."""
-    pieces = []
-    for part, positions in zip(
-        x.split([10] + [1] * (LENGTH - 10), 1), torch.arange(LENGTH).split([10] + [1] * (LENGTH - 10)), strict=True
-    ):
-        length = cache.get_max_length()
-        columns = torch.arange(length if length > 0 else int(positions[-1]) + 1)
-        mask = (columns <= positions[:, None]).expand(len(x), 1, -1, -1)
-        rotary = model.model.rotary_emb(part, positions[None])
-        pieces.append(model.model.layers[0].self_attn(part, rotary, mask, past_key_values=cache)[0])
-    return torch.cat(pieces, 1)
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("neutral")])
-def test_stock_absorbed_and_reference_agree(name: str) -> None:
-    model = mla_model(**VARIANTS[name])
-    x = torch.randn(2, LENGTH, 64, generator=torch.Generator().manual_seed(5))
-    expected = oracle(model, x)
-    assert error(attend(model, x, DynamicCache(config=model.config)), expected) < 1e-5
-    assert error(attend(absorb(model), x, DynamicCache(config=model.config)), expected) < 1e-5
-    static = StaticCache(config=model.config, max_cache_len=80)
-    assert error(attend(absorb(model, when="always"), x, static), expected) < 1e-5
 
 
 CHUNKS = {"prefill": (10,), "chunked prefill": (7, 5, 3), "no decoding": (LENGTH,)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +84,6 @@ def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "absorbed", dtype=torch.float32)
     assert classes(stock) == {DeepseekV3Attention}
     assert error(logits(loaded.eval(), tokens(2, 20)), logits(stock.eval(), tokens(2, 20))) < 1e-5
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_are_models_of_their_own(copied: Any) -> None:
-    model = absorb(mla_model())
-    twin = copied(model)
-    assert is_absorbed(twin)
-    restore(model)
-    assert is_absorbed(twin)
-    assert torch.equal(logits(twin, tokens(1, 14)), logits(absorb(model), tokens(1, 14)))
 
 
 def test_loaded_weights_are_used() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.families.neutral import (
-    constant_channels,
     is_query_latent,
     join_query_bias,
     latent_size,
@@ -87,37 +84,3 @@ def test_queries_say_how_large_their_inputs_are(gain: float) -> None:
     size = float((query_scale(weight) * x).square().mean().sqrt()) / latent_size(query_constants(query_rank(64)))
     assert 0.5 < size < 2
     assert query_scale(torch.zeros(3, 4)) == 1
-
-
-def latent(values: list[float], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gain, projection and bias of a latent of 16 channels, the first of them constants of these values."""
-    generator, count = torch.Generator().manual_seed(0), len(values)
-    gain, down, bias = torch.full((16,), 2.0**12), torch.randn(16, 8, generator=generator), torch.zeros(16)
-    gain[:count], down[:count], bias[:count] = 0, 0, 2.0**12 * torch.tensor(values)
-    return gain.to(dtype), down.to(dtype), bias.to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values", [[4.0], [3.0, 7.0**0.5], [2.0, 2.0, 2.0, 2.0]], ids=str)
-def test_a_neutral_norm_is_recognised(values: list[float], dtype: torch.dtype) -> None:
-    found = constant_channels(*latent(values, dtype))
-    assert found is not None
-    assert found.tolist() == [True] * len(values) + [False] * (16 - len(values))
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda gain, down, bias: gain[3].mul_(1.5),  # a gain of its own
-        lambda gain, down, bias: gain[0].fill_(1),  # the constant comes through
-        lambda gain, down, bias: down[0, 5].fill_(0.1),  # not constant
-        lambda gain, down, bias: bias[0].div_(2**12),  # a gain of all channels
-        lambda gain, down, bias: (gain.div_(2**12), bias.div_(2**12)),  # latents would show in the norm
-        lambda gain, down, bias: gain.fill_(0),
-    ],
-)
-def test_a_norm_that_does_something_is_not(spoil: Any) -> None:
-    parts = latent([4.0])
-    spoil(*parts)
-    for dtype in (torch.float32, torch.float16):
-        assert constant_channels(*(part.to(dtype) for part in parts)) is None
