@@ -16,9 +16,11 @@ import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
 from held import (
+    BEHIND,
     BEYOND,
     CLIPPED,
     DEFAULT,
+    IGNORING,
     NO_ROPE,
     NORM_SWITCHES,
     ONE,
@@ -46,7 +48,7 @@ from convert.families import FAMILIES
 from convert.hosts import Host
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
-from convert.hosts.kvfold import HOST, LATENT_HOST
+from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
 from eval.inputs.source import Source
@@ -94,25 +96,7 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 # ---- fewer KV heads --------------------------------------------------------------------------------------------------
 
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
-IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
-# Families whose class shares heads before a norm or a clamp, and kvfold's behind it.
-BEHIND: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "cohere": {"use_qk_norm": True},
-    "exaone4": ALTERNATING,
-    "gemma3_text": ALTERNATING,
-    "mpt": {"attn_config": {"clip_qkv": 0.3}},
-    "olmo": {"clip_qkv": 0.3},
-    "olmo2": {},
-    "olmo3": ALTERNATING,
-    "olmoe": {"clip_qkv": 0.5},
-    "phi": {"qk_layernorm": True},
-    "qwen3": {"attention_bias": True},
-    "qwen3_moe": {},
-    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-}
 OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
     "all dims": DEFAULT | {"partial_rotary_factor": 1.0},
     "a quarter": DEFAULT | {"partial_rotary_factor": 0.25},
