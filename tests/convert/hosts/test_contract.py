@@ -48,6 +48,8 @@ from convert.families import FAMILIES
 from convert.hosts import Host
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
+from convert.hosts.falcon import HOST as FALCON
+from convert.hosts.gpt_bigcode import HOST as GPT_BIGCODE
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
@@ -369,6 +371,9 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
     assert (facts["family"], facts["attention"][:4], facts["kv_heads"]) == (row.holds, "MLA-", None)
 
 
+ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
+
+
 def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
     for name, changes in BEYOND.items():
@@ -378,12 +383,12 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
         assert LATENT_HOST.refuses(family, target) is None, name
 
 
-@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, PHI], ids=lambda host: host.name)
+@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, *ONE_KIND], ids=lambda host: host.name)
 def test_other_blocks_are_refused(host: Host) -> None:
     for name, row in FAMILIES.items():
         if name not in host.families:
             family = row.of(tiny_config(name))
-            target = family.spec.grouped(1) if host is PHI and family.has_heads else family.spec.latent(16, 8)
+            target = family.spec.grouped(1) if host in ONE_KIND and family.has_heads else family.spec.latent(16, 8)
             assert f"{name} does not have " in str(host.refuses(family, target))
 
 
