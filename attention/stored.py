@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Tokens `start` … `end` - 1, decoded."""
-        part = sliced(self.encoded, start, end)
+        part = Encoded(*(held[:, :, start:end] for held in self.encoded if held is not None))
         if self.rotation == 1:
             return decode(part, self.form, self.group, dtype)
         return rotated(decode(part, self.form, self.group, torch.float32), self.rotation).to(dtype)
@@ -96,8 +96,3 @@ def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
     form = form.of(part)
     group, rotation = form.grouping(part, states.shape[-1])
     return Rows(encode(states if rotation == 1 else rotated(states, rotation), form, group), form, group, rotation)
-
-
-def sliced(encoded: Encoded, start: int, end: int) -> Encoded:
-    """What is encoded of a range of tokens."""
-    return Encoded(*(part[:, :, start:end] for part in encoded if part is not None))
