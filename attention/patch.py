@@ -28,7 +28,7 @@ from attention.grouped import PackedConfig, is_packed, objection, replaced_forwa
 from attention.kernels import Backend, check
 from attention.latent import LatentAttention, OwnLatentAttention, StockLatentAttention, When
 from attention.models import register, unlike_ours
-from attention.models.modeling_kvfold import KvfoldLatentAttention, _grafted
+from attention.models.modeling_kvfold import KvfoldLatentAttention, _grafted, require_decoding
 from attention.versions import keep_caps
 
 _log = logging.getLogger("kvfold")
@@ -83,7 +83,18 @@ def load(
         _log.warning("%s is %s", path, limited)
     made = auto_class(config).from_pretrained(path, **arguments)
     model = prepared(keep_caps(made), when=when, backend=backend)
+    try:
+        require_decoding(model, _tried(model))
+    except (RuntimeError, TypeError) as error:
+        raise Failure(str(error)) from error
     return model if form is None else store_encoded(model, form.name)
+
+
+def _tried(model: Any) -> list[nn.Module]:
+    """List the absorbed or packed attention modules. A model with other layers that mix tokens (Mamba) has none to try."""
+    latent = list(_attention(model).values())
+    packed = [module for module in model.modules() if is_packed(module) and hasattr(module, "layer_idx")]
+    return latent or (packed if len(packed) == model.config.get_text_config(decoder=True).num_hidden_layers else [])
 
 
 def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:

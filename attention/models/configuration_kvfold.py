@@ -56,6 +56,10 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     unrotated_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.get("source_latent") is not None:  # written before the first release, of models that had a latent already
+            raise ValueError(
+                "source_latent is of an earlier version of kvfold: load the model with the code beside its weights"
+            )
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
         if getattr(self.text_config, "kv_lora_rank", None) is not None:

@@ -10,10 +10,11 @@ This file and `configuration_kvfold.py` are all that such a checkpoint needs: kv
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +82,105 @@ def taken_cache(module: Any, given: dict[str, Any]) -> Any:
                 f"holds {what}, in transformers {transformers.__version__}. {_STEP}"
             )
     return next((cache for cache in named if cache is not None), None)
+
+
+_TRIED: set[tuple[Any, ...]] = set()  # classes that `require_decoding` has passed
+_TOKENS, _STEPS = 9, 3  # of its text, and of those that are read one by one
+_ALIKE = 1e-4  # of the largest output, in fp32
+
+
+def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> None:
+    """Refuse a model whose class, in the running version of transformers, does not read over a cache what it reads at once.
+
+    Its first layers, one of each kind, read a few random embeddings in fp32: at once, and in parts over a cache. What they put
+    out is compared. Where they cannot be in fp32 (quantised, flash attention, no memory), only the number of cached tokens is.
+    Each class is tried once in a process, in under a second for 7B parameters on two CPU cores. Not tried are windows of more
+    tokens, and models whose weights are not all in memory.
+
+    Args:
+        model: In eval mode.
+        attentions: The modules in it that are to be tried; None for those of this file.
+
+    Raises:
+        RuntimeError: The class caches nothing, or other tokens, or its outputs differ.
+        TypeError: A layer gives its attention an argument that it does not know (`taken_cache`).
+    """
+    config, embedding = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    stock = model.model if isinstance(model, KvfoldForCausalLM) else model
+    decoder = stock.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT's class calls its head so
+        decoder = stock.base_model
+    chosen: str = decoder.config._attn_implementation
+    if attentions is None:
+        attentions = [module for module in model.modules() if isinstance(module, _Attention)]
+    kinds, indices = {str(type(module)) for module in attentions}, {module.layer_idx for module in attentions}
+    tried = (type(model), config.model_type, chosen, *sorted(kinds))
+    absent = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())  # offloaded, or sharded by DeepSpeed
+    wide = "flash" in chosen and decoder.dtype.itemsize > 2  # which flash attention does not take
+    if not kinds or tried in _TRIED or absent or wide:
+        return
+    drawn = torch.randn(1, _TOKENS, embedding.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), _first_layers(decoder, config) as layers, _in_fp32(decoder, embedding) as exact:
+        behind = (weight.dtype for weight in decoder.parameters() if weight is not embedding.weight)
+        states = drawn.to(embedding.weight.device, next(behind) if exact else decoder.dtype)
+        expected, found = decoder(inputs_embeds=states, use_cache=False).last_hidden_state, []
+        cache: dict[str, Any] = {}
+        for part in states.split([_TOKENS - _STEPS, *[1] * _STEPS], 1):
+            out = decoder(inputs_embeds=part, use_cache=True, **cache)
+            found.append(out.last_hidden_state)
+            cache = {name: out[name] for name in ("past_key_values", "cache") if name in out.keys()}  # noqa: SIM118  # as named
+        held = {held.get_seq_length(layer) for held in cache.values() for layer in indices.intersection(range(layers))}
+    error = (torch.cat(found, 1) - expected).abs().max() if exact else torch.zeros(()).to(expected)
+    if held != {_TOKENS} or error > _ALIKE * expected.abs().max():
+        said = f"it caches {' or '.join(map(str, sorted(held))) or 'none'} of {_TOKENS} tokens, and outputs are {error:.2g} off"
+        raise RuntimeError(
+            f"kvfold's attention (code version {CODE_VERSION}) in {type(model).__name__} of a {config.model_type} does not "
+            f"decode as it reads in transformers {transformers.__version__}: {said}. {_STEP}"
+        )
+    if exact:
+        _TRIED.add(tried)
+
+
+@contextlib.contextmanager
+def _first_layers(decoder: Any, config: Any) -> Iterator[int]:
+    """Leave a decoder its first layers, through the first of each kind; gives their number."""
+    count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or [None]
+    kept = max(kinds.index(kind) for kind in set(kinds)) + 1
+    owners = [
+        (owner, name, whole)
+        for owner in decoder.modules()
+        for name, whole in owner.named_children()
+        if isinstance(whole, nn.ModuleList) and len(whole) == count
+    ]
+    try:
+        for owner, name, whole in owners:
+            setattr(owner, name, nn.ModuleList(list(whole)[:kept]))
+        yield kept if owners else count
+    finally:
+        for owner, name, whole in owners:
+            setattr(owner, name, whole)
+
+
+@contextlib.contextmanager
+def _in_fp32(decoder: Any, embedding: Any) -> Iterator[bool]:
+    """Let a decoder compute in fp32 behind its embedding, if it can; gives whether it does. Its weights come back unchanged."""
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    exact = all(weight.dtype in plain and type(weight.data) is torch.Tensor for weight in decoder.parameters())
+    exact = exact and "flash" not in decoder.config._attn_implementation
+    weights = [weight for weight in [*decoder.parameters(), *decoder.buffers()] if exact and weight is not embedding.weight]
+    kept = [(weight, weight.data) for weight in weights if weight.dtype in plain[:2]]
+    try:
+        try:
+            for weight, data in kept:
+                weight.data = data.float()
+        except RuntimeError:  # no memory, on a GPU or on a CPU
+            exact = False
+            for weight, data in kept:
+                weight.data = data
+        yield exact
+    finally:
+        for weight, data in kept:
+            weight.data = data
 
 
 def is_paged(cache: Any) -> bool:
@@ -531,6 +631,13 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         _graft(self.model, config, config.attention_path)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of every class of transformers; what is loaded is tried (`require_decoding`)."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        require_decoding(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     def create_masks_for_generate(self, **arguments: Any) -> Any:
         """As the source's class, which may need other masks than most."""

@@ -10,13 +10,15 @@ import pytest
 import torch
 import transformers
 from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
-from tiny_mla import error, logits, tokens
+from tiny_mla import error, logits, mla_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from attention import load
+from attention import absorb, load
+from attention.errors import Failure
+from attention.models import modeling_kvfold
 from attention.models.configuration_kvfold import KvfoldConfig
-from attention.models.modeling_kvfold import taken_cache
+from attention.models.modeling_kvfold import require_decoding, taken_cache
 from attention.versions import CACHE, keep_caps
 
 
@@ -82,10 +84,12 @@ NAMES_MEMORY = re.compile(rf"argument 'memory', which holds the cache.*transform
 
 def test_a_cache_of_an_unknown_name_is_refused(handing_over_memory: Path) -> None:
     for opened in (load, AutoModelForCausalLM.from_pretrained):
-        model = opened(handing_over_memory)
-        model(tokens(1, 4), use_cache=False)
-        with pytest.raises(TypeError, match=NAMES_MEMORY):
-            model.generate(tokens(1, 4), max_new_tokens=2)
+        with pytest.raises((Failure, TypeError), match=NAMES_MEMORY):
+            opened(handing_over_memory)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(handing_over_memory)).eval()
+    model(tokens(1, 4), use_cache=False)
+    with pytest.raises(TypeError, match=NAMES_MEMORY):  # what is not loaded says so at its first step
+        model.generate(tokens(1, 4), max_new_tokens=2)
 
 
 def test_arguments_that_hold_nothing_are_no_matter() -> None:
@@ -95,3 +99,49 @@ def test_arguments_that_hold_nothing_are_no_matter() -> None:
     assert given.keys() == {"memory", "position_ids", "token_type_ids"}
     with pytest.raises(TypeError, match="argument 'bias', which holds a float"):
         taken_cache(module, {"bias": 1.0})
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_kvfold, "_TRIED", set())
+
+
+def absorbed_attentions(model: Any) -> list[Any]:
+    return [layer.self_attn for layer in absorb(model, when="always").model.layers]
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    ("spoilt", "dtype"),
+    [("nothing", torch.bfloat16), ("no cache", torch.float32), ("one token less", torch.float32),
+     ("another scale", torch.bfloat16)],
+)  # fmt: skip
+def test_the_trial_finds_what_decodes_otherwise(spoilt: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mla_model(dtype=dtype)
+    attentions, before = absorbed_attentions(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kind: Any = type(attentions[0])
+    if spoilt == "no cache":
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: kind.attend(self, *args, **kwargs | {CACHE: None}))
+    elif spoilt == "one token less":
+        update = transformers.DynamicLayer.update
+        monkeypatch.setattr(
+            transformers.cache_utils.DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k[:, :, 1:], v[:, :, 1:])
+        )
+    elif spoilt == "another scale":
+        absorbed = kind._absorbed
+        monkeypatch.setattr(kind, "_absorbed", lambda self, q, *rest: absorbed(self, q * 1.01, *rest))
+    if spoilt == "nothing":
+        require_decoding(model, attentions)
+    else:
+        with pytest.raises((RuntimeError, TypeError)):
+            require_decoding(model, attentions)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert len(model.model.layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.usefixtures("untried")
+def test_each_class_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = mla_model(), mla_model(seed=1)
+    require_decoding(first, absorbed_attentions(first))
+    monkeypatch.setattr(second, "forward", None)
+    require_decoding(second, absorbed_attentions(second))

@@ -80,12 +80,7 @@ def test_a_type_with_other_models_inside_has_no_latent() -> None:
 
 def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = source(small("solar_open"), tmp_path / "source")
-    built, attend = KvfoldLatentAttention.__init__, KvfoldLatentAttention.forward
-    with monkeypatch.context() as without_cache:
-        none = dict.fromkeys(("past_key_values", "cache"))
-        without_cache.setattr(KvfoldLatentAttention, "forward", lambda *args, **kwargs: attend(*args, **kwargs | none))
-        with pytest.raises(Refusal, match="kvfold's class does not compute what solar_open does, on a small model"):
-            require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
+    built = KvfoldLatentAttention.__init__
 
     def other(self: Any, *args: Any, **kwargs: Any) -> None:
         built(self, *args, **kwargs)
