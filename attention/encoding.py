@@ -26,11 +26,6 @@ class Encoded(NamedTuple):
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return sum(part.nbytes for part in self if part is not None)
-
 
 def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """`values [..., n]` in a format.

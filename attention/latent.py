@@ -29,8 +29,7 @@ from attention.errors import Refusal
 from attention.forward import widened
 from attention.grouped import replaced_forward
 from attention.kernels import Backend, decode, torch_decode
-from attention.models.modeling_kvfold import eager, is_paged, taken_cache
-from attention.neutral import constant_channels, is_size, undone
+from attention.models.modeling_kvfold import KvfoldLatentAttention, eager, is_paged, taken_cache
 from attention.stored import Stored
 
 When = Literal["auto", "always"]
@@ -57,50 +56,18 @@ class LatentAttention(nn.Module):
 
     In training mode it runs that class's forward. Otherwise `absorbs` chooses between its arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` in place of calling `kv_b_proj`, as long as that is
-    plain (`plain`); an adapter or a hook on it is called. Neutral norms of the latent, and a latent of queries that is the
-    input (`bias_channel`), are skipped on the same condition.
+    plain (`is_plain`); an adapter or a hook on it is called.
 
     Attributes:
         always: Whether all calls that can be are absorbed, whatever `absorbs` says.
         backend: See `attention.kernels.decode`.
-        constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
-            `neutral_constants`); the norm is then skipped. None if the norm has an effect.
-        bias_channel: The channel of the queries' latent that their biases ride on, where that latent is the input and
-            constants (see `query_bias_channel`); it is then skipped. None if there is none, or another one.
-        kinds: The class that each module inside had when its weights were looked at.
     """
 
     always: bool
     backend: Backend
-    constant_channels: torch.Tensor | None
-    bias_channel: int | None
-    kinds: dict[str, type[nn.Module]]
     if TYPE_CHECKING:  # attributes of the class
 
         def __getattr__(self, name: str) -> Any: ...
-
-    def prepare(self, always: bool, backend: Backend) -> None:
-        """Add the attributes that `forward` needs; `state_dict` does not change."""
-        self.always, self.backend = always, backend
-        self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
-        self.bias_channel = query_bias_channel(self)
-        if "kinds" not in vars(self):  # an adapter may have come before a second call
-            self.kinds = {name: type(module) for name, module in self.named_children()}
-
-    def unprepare(self) -> None:
-        """Remove what `prepare` added."""
-        del self.always, self.backend, self.constant_channels, self.bias_channel, self.kinds
-
-    def plain(self, *names: str) -> bool:
-        """Whether modules inside do what their weights say: no adapter, quantisation or hook has come since `prepare`."""
-        modules = {name: getattr(self, name) for name in names}
-        return all(type(module) is self.kinds[name] and is_plain(module) for name, module in modules.items())
-
-    def train(self, mode: bool = True) -> LatentAttention:
-        """Switch the mode. Training, or a merged adapter, may have changed the constants of neutral norms: read them again."""
-        if not mode:
-            self.constant_channels, self.bias_channel = neutral_constants(self), query_bias_channel(self)
-        return super().train(mode)
 
     def attend(
         self,
@@ -146,7 +113,7 @@ class LatentAttention(nn.Module):
     def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | None) -> bool:
         whole = mask is not None and mask.ndim == 4  # with a row for each query
         # Otherwise what several queries see (causal from which corner, packed sequences) depends on the attention function.
-        if (queries > 1 and not whole) or not self.plain("kv_b_proj"):
+        if (queries > 1 and not whole) or not is_plain(self.kv_b_proj):
             return False
         given = self.attention_arguments()
         if given.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
@@ -159,14 +126,8 @@ class LatentAttention(nn.Module):
 
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
-        compressed = self.compressed(hidden_states)
-        constant = self.constant_channels if self.plain("kv_a_proj_with_mqa", "kv_a_layernorm") else None
-        if constant is not None:  # the norm would return its input with zeros on the constants
-            compressed = compressed.masked_fill(constant, 0)
-        latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        if constant is None:
-            latent = self.kv_a_layernorm(latent)
-        return latent[:, None], rope[:, None]
+        latent, rope = self.compressed(hidden_states).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        return self.kv_a_layernorm(latent)[:, None], rope[:, None]
 
     def _expanded(
         self,
@@ -236,9 +197,6 @@ class StockLatentAttention(LatentAttention):
         """`[B, H, T, N + P]`, not rotated."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None and self.plain("q_a_proj", "q_a_layernorm", "q_b_proj"):
-            weight, inputs = self.q_b_proj.weight, self.q_a_proj.weight[0, 0] * hidden_states
-            queries = nn.functional.linear(inputs, weight[:, : inputs.shape[-1]], weight[:, self.bias_channel].contiguous())
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         return queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
@@ -257,7 +215,7 @@ class StockLatentAttention(LatentAttention):
         return rotate(q_rope, k_rope, *position_embeddings)
 
 
-class OwnLatentAttention(LatentAttention):
+class OwnLatentAttention(LatentAttention, KvfoldLatentAttention):
     """`LatentAttention` for kvfold's own class, which is called as the attention of many classes is."""
 
     def forward(
@@ -274,57 +232,10 @@ class OwnLatentAttention(LatentAttention):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling `module` does what its class does with weights that are in memory as they are, and nothing else."""
-    if module._forward_hooks or module._forward_pre_hooks or replaced_forward(module) is not None:
+    """Whether `module` is a linear map by a weight that is in memory, without adapter, quantisation or hook."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or replaced_forward(module):
         return False
-    weight = getattr(module, "weight", None)
-    return type(weight) is nn.Parameter and not weight.is_meta
-
-
-def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
-    """The constant channels of `kv_a_proj_with_mqa`, `[R + P]` bool, if the latent norm of `module` is neutral.
-
-    Converted checkpoints switch the stock class's RMSNorm off so (`attention.neutral`).
-
-    Returns:
-        None if the norm has an effect and has to run.
-    """
-    down, norm = module.kv_a_proj_with_mqa, module.kv_a_layernorm
-    if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point() or type(norm) is nn.Identity:
-        return None
-    rank = module.kv_lora_rank
-    constant = constant_channels(norm.weight.detach(), down.weight.detach()[:rank], down.bias.detach()[:rank])
-    return None if constant is None else nn.functional.pad(constant, (0, module.qk_rope_head_dim))
-
-
-def query_bias_channel(module: LatentAttention) -> int | None:
-    """The channel of the queries' latent that is one for every token, if all others are the input, scaled, or zero behind
-    their norm.
-
-    Converted checkpoints carry query biases so. `q_a_proj` is a scaled identity, and below it are constants, as in
-    `neutral_constants`. The norm weight of the first constant, which is one, is 1; those of the others are 0.
-
-    Returns:
-        None if there is no such latent, or if it does something else.
-    """
-    if module.q_lora_rank is None:
-        return None
-    down, up, norm = module.q_a_proj, module.q_b_proj, module.q_a_layernorm
-    plain = all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in (down, up))
-    if not plain or not up.weight.is_floating_point() or down.bias is None or up.bias is not None:
-        return None
-    gain, bias = norm.weight.detach().double(), down.bias.detach().double()
-    constant, riding, width = bias != 0, (bias != 0) & (gain == 1), down.weight.shape[1]
-    true, weight = gain[~constant], down.weight.detach()
-    identity = torch.zeros_like(weight).fill_diagonal_(float(weight[0, 0]))
-    if int(riding.sum()) != 1 or bool(constant[:width].any()) or bool((gain[constant & ~riding] != 0).any()):
-        return None
-    constants = bias[constant]
-    if not is_size(bias[riding][0], constants, len(bias)) or not undone(true, constants, len(bias)):
-        return None
-    if bool((weight != identity).any()):
-        return None
-    return int(riding.nonzero())
+    return type(module.weight) is nn.Parameter and not module.weight.is_meta
 
 
 def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ all other models stay as they are. `save_pretrained` writes the same files.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast, get_args
@@ -45,24 +44,16 @@ _OF_HUB = {
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@cache
 def _absorbed(kind: Any) -> type[nn.Module]:
     """The absorbed class of a stock class, or of kvfold's own in the place of one."""
     own = issubclass(kind, KvfoldLatentAttention)
-    mixin, bases = (OwnLatentAttention, kind.__bases__) if own else (StockLatentAttention, (kind,))
-
-    def reduced(module: nn.Module) -> tuple[Any, ...]:  # pickle finds no class by such a name
-        return _blank, bases, vars(module)
-
-    return type(f"Latent{kind.__name__}", (mixin, kind), {"__module__": __name__, "__reduce__": reduced})
+    return _grafted(OwnLatentAttention, kind.__bases__[1]) if own else _grafted(StockLatentAttention, kind)
 
 
-def _blank(*bases: Any) -> nn.Module:
-    """An absorbed attention without state."""
-    before: Any = bases[0] if len(bases) == 1 else _grafted(*bases)
-    kind: Any = _absorbed(before)
-    blank: nn.Module = kind.__new__(kind)
-    return blank
+def _restored(kind: Any) -> type[nn.Module]:
+    """The inverse of `_absorbed`."""
+    attention, stock = kind.__bases__
+    return _grafted(KvfoldLatentAttention, stock) if attention is OwnLatentAttention else stock
 
 
 def load(
@@ -116,8 +107,7 @@ def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> A
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
     """Make `model` decode directly over its cached latent.
 
-    A second call changes `when` and `backend`, and checks again whether the latent norm is neutral: call it after loading
-    other weights into the model.
+    A second call changes `when` and `backend`.
 
     Args:
         model: A transformers model with MLA of a class in `STOCK` or of kvfold's own; its weights are in memory and not
@@ -148,9 +138,9 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
             _check(name, module)
     for module in modules.values():
         if not isinstance(module, LatentAttention):
-            kind: Any = type(module)
-            _become(module, _absorbed(kind))
-        cast(LatentAttention, module).prepare(when == "always", backend)
+            _become(module, _absorbed(type(module)))
+        absorbed = cast(LatentAttention, module)
+        absorbed.always, absorbed.backend = when == "always", backend
     return model
 
 
@@ -199,8 +189,8 @@ def restore(model: Any) -> Any:
         if is_packed(module):
             module.config = _stock_config(module)
         elif isinstance(module, LatentAttention):
-            module.unprepare()
-            _become(module, type(module).__bases__[1])
+            del module.always, module.backend
+            _become(module, _restored(type(module)))
     return model
 
 

@@ -11,7 +11,7 @@ import torch
 
 from attention.encoding import rounded
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, HeadProjections
+from attention.record import Attention, FactoredAttention
 from attention.scoring import Scoring
 
 
@@ -26,7 +26,7 @@ def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Te
     Returns:
         `[B, T, E]`.
     """
-    read, x = _read(x, a.projections)
+    read, x = (x, x) if a.projections is None else a.projections(x)
     queries, keys, values = _projected(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
     positions = start + torch.arange(x.shape[1], device=x.device)
 
@@ -63,7 +63,7 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> t
         `[B, T, E]`.
     """
     positions = start + torch.arange(x.shape[1], device=x.device)
-    read, x = _read(x, a.projections)
+    read, x = (x, x) if a.projections is None else a.projections(x)
     read = read if a.q_down is None else read @ a.q_down.T
     key = _projected(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None])
     key, latent = a.rotary.rotate(key, positions)[:, 0], torch.einsum("bse,re->bsr", x, a.down)
@@ -85,19 +85,6 @@ def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     """`[B, heads, T, D]` of `x [B, T, E]`, or of what each head reads, `[B, heads, T, E]`."""
     states = torch.einsum("bte,hde->bhtd" if x.ndim == 3 else "bhte,hde->bhtd", x, weight)
     return states if bias is None else states + bias[:, None]
-
-
-def _read(x: torch.Tensor, projections: HeadProjections | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of queries `[B, T, E]`, or of each head's queries `[B, H, T, E]`, and of keys and values `[B, T, E]`."""
-    if projections is None:
-        return x, x
-    p = projections
-    queries, keys, values = _projected(x, p.q, p.q_bias), _projected(x, p.k, p.k_bias), _projected(x, p.v, p.v_bias)
-    queries, keys = queries if p.q_norm is None else p.q_norm(queries), keys if p.k_norm is None else p.k_norm(keys)
-    if p.clip is not None:
-        queries, keys, values = (states.clamp(-p.clip, p.clip) for states in (queries, keys, values))
-    both = [head for states in (keys, values) for head in states.unbind(1)]
-    return queries, torch.cat(both, -1)
 
 
 def _attention(scores: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from attention.encoding import Encoded, decode, encode, rotated
-from attention.formats import Format, Part, parts_of
+from attention.formats import Format, Part
 
 
 class Rows(NamedTuple):
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Tokens `start` … `end` - 1, decoded."""
-        part = sliced(self.encoded, start, end)
+        part = Encoded(*(held[:, :, start:end] for held in self.encoded if held is not None))
         if self.rotation == 1:
             return decode(part, self.form, self.group, dtype)
         return rotated(decode(part, self.form, self.group, torch.float32), self.rotation).to(dtype)
@@ -91,23 +91,8 @@ def as_read(cached: Rows, new: torch.Tensor) -> torch.Tensor:
     return Stored(cached, new.dtype)
 
 
-def stored_pair(
-    values: torch.Tensor, keys: torch.Tensor, form: Format | None, latent: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
-    if form is None:
-        return values, keys
-    of_keys, of_values = reversed(parts_of(latent)) if latent else parts_of(latent)
-    return Stored(encoded_rows(values, form, of_values), values.dtype), Stored(encoded_rows(keys, form, of_keys), keys.dtype)
-
-
 def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
     """A part of a cache `[B, heads, T, n]`, each token encoded by itself."""
     form = form.of(part)
     group, rotation = form.grouping(part, states.shape[-1])
     return Rows(encode(states if rotation == 1 else rotated(states, rotation), form, group), form, group, rotation)
-
-
-def sliced(encoded: Encoded, start: int, end: int) -> Encoded:
-    """What is encoded of a range of tokens."""
-    return Encoded(*(part[:, :, start:end] for part in encoded if part is not None))

@@ -14,7 +14,7 @@ from attention.models import MODEL_TYPE
 from attention.versions import keep_caps
 from convert.families import FAMILIES
 from convert.families.neutral import constants
-from convert.hosts.kvfold import LATENT_HOST
+from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.planning.bounds import LatentBounds
 from eval.inputs.source import Source
 
@@ -74,6 +74,24 @@ BEYOND: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
     "seed_oss": {"mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
+}
+IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
+# Families whose class shares heads before a norm or a clamp, and kvfold's behind it.
+BEHIND: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "cohere": {"use_qk_norm": True},
+    "exaone4": ALTERNATING,
+    "gemma3_text": ALTERNATING,
+    "mpt": {"attn_config": {"clip_qkv": 0.3}},
+    "olmo": {"clip_qkv": 0.3},
+    "olmo2": {},
+    "olmo3": ALTERNATING,
+    "olmoe": {"clip_qkv": 0.5},
+    "phi": {"qk_layernorm": True},
+    "qwen3": {"attention_bias": True},
+    "qwen3_moe": {},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
 }
 NO_ROPE = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm")
 NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}

@@ -117,7 +117,7 @@ def test_packed_attention_decodes_on_the_gpu() -> None:
 def test_a_part_of_a_model_left_on_the_cpu_is_noticed() -> None:
     model = absorb(latent_model(), when="always", backend="torch")
     with fake_gpu():
-        moved, name = OnGpu(model), "model.layers.0.self_attn.constant_channels"
+        moved, name = OnGpu(model), "model.layers.0.self_attn.kv_b_proj.weight"
         moved.tensors[name] = moved.tensors[name].cpu()
         with pytest.raises(RuntimeError, match=REFUSED):
             decoded(moved, False)

@@ -21,7 +21,6 @@ import torch
 
 from attention.errors import Refusal
 from attention.kernels import operators, torch_decode, triton_decode
-from attention.stored import Stored
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -32,12 +31,10 @@ class Entry:
 
     Attributes:
         run: Decodes, with the arguments of `decode` or `decode_grouped` but for `backend`.
-        run_stored: The same for a cache that is stored encoded (`attention.stored`).
         objection: Says why it cannot serve a call with one query, or returns None; with the tensors among these arguments.
     """
 
     run: Callable[..., torch.Tensor]
-    run_stored: Callable[..., torch.Tensor]
     objection: Callable[..., str | None]
 
 
@@ -60,7 +57,7 @@ def decode(
         q_rope: `[B, H, T, P]`, rotated.
         latent: `[B, S, R]`; read from the cache in place, like `k_rope`. Masked tokens are multiplied by 0, so they must be
             finite; Triton only does not read tokens before the first or after the last that a request sees.
-        k_rope: `[B, S, P]`, rotated. With one query, both may be `Stored` `[B, 1, S, …]`.
+        k_rope: `[B, S, P]`, rotated. With one query, both may be `Stored` `[B, 1, S, …]`, which torch alone reads.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
         backend: A name in `LATENT`, or "auto" for the first that can serve the call.
@@ -77,7 +74,7 @@ def decode(
     if q_latent.shape[2] != 1:
         _note("torch", None)
         return LATENT["torch"].run(*tensors, scaling)
-    return _serve(LATENT, tensors, scaling, backend, isinstance(latent, Stored))
+    return _serve(LATENT, tensors, scaling, backend)
 
 
 def decode_grouped(
@@ -92,8 +89,8 @@ def decode_grouped(
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; read from the cache in place, like `values`; both may be `Stored`. Masked tokens must be finite,
-            as in `decode`.
+        keys: `[B, G, S, D]`; read from the cache in place, like `values`; both may be `Stored`, as in
+            `decode`. Masked tokens must be finite.
         values: `[B, G, S, Dv]`.
         mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
@@ -107,7 +104,7 @@ def decode_grouped(
     """
     _check_mask(mask, keys.shape[2])
     check(backend)
-    return _serve(GROUPED, (query, keys, values, mask), scaling, backend, isinstance(keys, Stored))
+    return _serve(GROUPED, (query, keys, values, mask), scaling, backend)
 
 
 def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
@@ -119,12 +116,11 @@ def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
 
 
 def _serve(
-    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str, stored: bool
+    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str
 ) -> torch.Tensor:
     def run(name: str, warned: str | None) -> torch.Tensor:
         _note(name, warned)
-        entry = entries[name]
-        return (entry.run_stored if stored else entry.run)(*tensors, scaling)
+        return entries[name].run(*tensors, scaling)
 
     first = tensors[0]
     if backend == "auto" and first is not None and not triton_decode.on_gpu(first):
@@ -192,10 +188,10 @@ def _nothing(*_: torch.Tensor | None) -> None:
 
 
 LATENT: dict[str, Entry] = {
-    "triton": Entry(operators.mla, operators.mla_decode, triton_decode.latent_objection),
-    "torch": Entry(torch_decode.decode, torch_decode.decode_stored, _nothing),
+    "triton": Entry(operators.mla, triton_decode.latent_objection),
+    "torch": Entry(torch_decode.decode, _nothing),
 }
 GROUPED: dict[str, Entry] = {
-    "triton": Entry(operators.gqa, operators.gqa_decode, triton_decode.grouped_objection),
-    "torch": Entry(torch_decode.decode_grouped, torch_decode.decode_grouped_stored, _nothing),
+    "triton": Entry(operators.gqa, triton_decode.grouped_objection),
+    "torch": Entry(torch_decode.decode_grouped, _nothing),
 }

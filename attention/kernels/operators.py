@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attention.kernels.operand import operand
 from attention.kernels.tiling import Tiling, choose, machine
 
 
@@ -22,7 +21,7 @@ def mla_decode(
     Args:
         q_latent: `[B, H, 1, R]`, R a multiple of 16.
         q_rope: `[B, H, 1, P]`.
-        latent: `[B, S, R]`, any strides but 1 in the last dim; or, as a `Stored` is, `[B, 1, S, R]`.
+        latent: `[B, S, R]`, any strides but 1 in the last dim.
         k_rope: `[B, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
@@ -36,9 +35,8 @@ def mla_decode(
     heads, rank = q_latent.shape[1], q_latent.shape[3]
     tiling = tiling or choose(heads, rank, q_rope.shape[3], q_rope.element_size(), machine(q_rope.device))
     assert tiling is not None
-    held, turned = (operand(part if part.ndim == 4 else part[:, None]) for part in (latent, k_rope))
     with torch.cuda.device_of(q_rope):
-        return split_kv.decode(q_latent, q_rope, held, turned, mask, scaling, tiling)
+        return split_kv.decode(q_latent, q_rope, latent, k_rope, mask, scaling, tiling)
 
 
 def gqa_decode(
@@ -53,7 +51,7 @@ def gqa_decode(
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1; or `Stored` of such tensors, like `values`.
+        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1.
         values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
@@ -69,13 +67,13 @@ def gqa_decode(
     tiling = tiling or choose(shared, rank, dim, query.element_size(), machine(query.device))
     assert tiling is not None
     rows = query.reshape(batch * groups, shared, 1, dim)
+    values, keys = (cached.view(-1, *cached.shape[2:]) for cached in (values, keys))
     with torch.cuda.device_of(query):
-        out = split_kv.decode(None, rows, operand(values), operand(keys), mask, scaling, tiling, groups)
+        out = split_kv.decode(None, rows, values, keys, mask, scaling, tiling, groups)
     return out.view(batch, groups * shared, 1, rank)
 
 
 # Custom operators: compiled code calls them as they are and does not trace Triton's launches.
-# It gets caches decoded: over those that are not, no operator is needed.
 mla = torch.library.custom_op(
     "kvfold::mla_decode",
     mla_decode,

@@ -31,7 +31,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.operand import Operand
 from attention.kernels.tiling import Tiling, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
@@ -86,68 +85,6 @@ def _product(a, b, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(tl.trans(b) if SWAP else a, tl.trans(a) if SWAP else b, sums, input_precision=PRECISION)
 
 
-@triton.jit
-def _from_fp8(bits):
-    """e4m3 as fp16 has it further left, but for 8 more in the exponent's bias, and NaN."""
-    signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
-    half = ((signed << 7) & -0x4001).to(tl.float16, bitcast=True)
-    return tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256)
-
-
-@triton.jit
-def _integers(codes, known, R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Integers START … START + WIDTH - 1 of each row of packed bytes; `codes [n, 1]` point at the rows."""
-    if BITS == 3:  # crosses bytes
-        bit = (START + tl.arange(0, WIDTH)) * 3
-        there = known & (bit < 3 * R)
-        found = tl.load(codes + bit // 8, mask=there, other=0).to(tl.int32)
-        found |= tl.load(codes + bit // 8 + 1, mask=there & (bit % 8 > 5), other=0).to(tl.int32) << 8
-        found = (found >> (bit % 8)) & 7
-    else:
-        at = (START * BITS) // 8 + tl.arange(0, (WIDTH * BITS) // 8)
-        found = tl.load(codes + at, mask=known & (at < (R * BITS) // 8), other=0)
-        if BITS == 4:
-            found = tl.interleave(found & 15, found >> 4)
-        elif BITS == 2:
-            even, odd = tl.interleave(found & 3, (found >> 4) & 3), tl.interleave((found >> 2) & 3, found >> 6)
-            found = tl.interleave(even, odd)
-    return found.to(tl.float32)
-
-
-@triton.jit
-def _of_groups(parts, known, R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """The number of each channel's group, `[n, 1]` or `[n, WIDTH]`; `parts [n, 1]` point at that of a token's first group."""
-    if WIDTH <= GROUP:
-        found = tl.load(parts + START // GROUP, mask=known, other=0.0).to(tl.float32)
-    else:
-        groups = START // GROUP + tl.arange(0, WIDTH // GROUP)
-        found = tl.load(parts + groups, mask=known & (groups * GROUP < R), other=0.0).to(tl.float32)
-        wide = tl.broadcast_to(found[:, :, None], [found.shape[0], WIDTH // GROUP, GROUP])
-        found = tl.reshape(wide, [found.shape[0], WIDTH])
-    return found
-
-
-@triton.jit
-def _row_tile(
-    codes, scales, offsets, place, known, R: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Channels from START on of tokens that are cached each by itself, `[n, WIDTH]`.
-
-    `codes [n, 1]` point at the tokens, and `place [n, 1]` says where among scales and offsets theirs begin.
-    """
-    columns = START + tl.arange(0, WIDTH)
-    if KIND == "rows":
-        scale = _of_groups(scales + place, known, R, START, WIDTH, GROUP)
-        offset = _of_groups(offsets + place, known, R, START, WIDTH, GROUP)
-        found = offset + scale * _integers(codes, known, R, START, WIDTH, BITS)
-        found = found if BLOCK_R == R else tl.where(columns < R, found, 0.0)  # the offset of a group is that of padding, too
-    else:
-        found = tl.load(codes + columns, mask=_within(known, columns, R, BLOCK_R), other=0)
-        found = _from_fp8(found) if KIND == "fp8" else found
-    return found
-
-
 # Arguments derived from B and S change from call to call: their divisibility by 16 must not trigger a new compilation.
 @triton.jit(do_not_specialize=["mask_b", "B", "S"])
 def _bounds(mask, bounds, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
@@ -193,17 +130,13 @@ def _stand(tile, ends, bounds, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, B
     return seer, seer * GROUPS + GROUPS - 1 - later, first, end, after - each, after
 
 
-@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS", "c_scales_b", "k_scales_b"])
+@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS"])
 def _attend(
-    q_latent, q_rope, latent, c_scales, c_offsets, k_rope, k_scales, k_offsets, mask, bounds, slots,
-    partial, tops, weights, scale,
+    q_latent, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scale,
     q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
-    c_scales_b, c_scales_s: tl.constexpr, k_scales_b, k_scales_s: tl.constexpr,
     mask_b, mask_s, B, H, PROGRAMS, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    C_KIND: tl.constexpr, C_BITS: tl.constexpr, C_GROUP: tl.constexpr,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
 
@@ -254,7 +187,7 @@ def _attend(
         for start in range(first + (tile - before) * BLOCK_N, first + (until - before) * BLOCK_N, BLOCK_N):
             left = end - start
             at = tl.cast(start, tl.int64)
-            cached, c_place = latent + wide * latent_b + at * latent_s, wide * c_scales_b + at * c_scales_s
+            cached = latent + wide * latent_b + at * latent_s
             known = tokens[:, None] < left
             seen = tokens < left
             # Asked for first, because single bytes are not prefetched as tiles are, and needed only after the scores.
@@ -265,21 +198,16 @@ def _attend(
             scores = tl.zeros([BLOCK_N, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_N], tl.float32)
             values = ()
             for i in tl.static_range(_chunks(BLOCK_R)):
-                c = _row_tile(
-                    cached + tokens[:, None] * latent_s, c_scales, c_offsets, c_place + tokens[:, None] * c_scales_s, known,
-                    R, BLOCK_R, _start(BLOCK_R, i), _width(BLOCK_R, i), C_KIND, C_BITS, C_GROUP,
-                )  # fmt: skip
-                c = c.to(tl.float32 if UPCAST else q_rope.dtype.element_ty)
+                columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
+                there = _within(known, columns, R, BLOCK_R)
+                c = tl.load(cached + tokens[:, None] * latent_s + columns, mask=there, other=0.0)
+                c = c.to(tl.float32) if UPCAST else c
                 if SHARED:
                     scores = _product(queries[i], tl.trans(c), scores, SWAP, PRECISION)
                 values = values + (c,)
-            rope_keys = k_rope + wide * k_rope_b
-            k_place = wide * k_scales_b + at * k_scales_s
-            k = _row_tile(
-                rope_keys + at * k_rope_s + tokens[:, None] * k_rope_s, k_scales, k_offsets,
-                k_place + tokens[:, None] * k_scales_s, known, P, BLOCK_P, 0, BLOCK_P, K_KIND, K_BITS, K_GROUP,
-            )  # fmt: skip
-            k = k.to(tl.float32 if UPCAST else q_rope.dtype.element_ty)
+            turned = k_rope + wide * k_rope_b + at * k_rope_s
+            k = tl.load(turned + tokens[:, None] * k_rope_s + rope_dims, mask=_within(known, rope_dims, P, BLOCK_P), other=0.0)
+            k = k.to(tl.float32) if UPCAST else k
             scores = _product(q, tl.trans(k), scores, SWAP, PRECISION)
             scores = (tl.trans(scores) if SWAP else scores) * scale
             if MASK == "additive":
@@ -349,8 +277,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def decode(
     q_latent: torch.Tensor | None,
     q_rope: torch.Tensor,
-    latent: Operand,
-    k_rope: Operand,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
     tiling: Tiling,
@@ -372,7 +300,7 @@ def decode(
         `[B · GROUPS, H, 1, R]`, contiguous.
     """
     requests, heads, _, rope = q_rope.shape
-    batch, cached, rank, device = requests // groups, k_rope.tokens, latent.size, q_rope.device
+    batch, cached, rank, device = requests // groups, latent.shape[1], latent.shape[2], q_rope.device
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
     q_mixed = q_rope if q_latent is None else q_latent if q_latent.stride(-1) == 1 else q_latent.contiguous()
     out = torch.empty(requests, heads, 1, rank, dtype=q_rope.dtype, device=device)
@@ -393,17 +321,14 @@ def decode(
     )  # fmt: skip
     launch(
         _attend, (tiling.programs, triton.cdiv(heads, tiling.block_h)),
-        q_mixed, q_rope, *latent[:3], *k_rope[:3], mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
+        q_mixed, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
         q_mixed.stride(0), q_mixed.stride(1), q_rope.stride(0), q_rope.stride(1),
-        *_strides(latent.codes), *_strides(k_rope.codes), *_strides(latent.scales), *_strides(k_rope.scales),
-        mask_b, mask_s,
+        *latent.stride()[:2], *k_rope.stride()[:2], mask_b, mask_s,
         batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,
         BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
         BLOCK_B=max(_ROWS, power_of_two(batch)), GROUPS=groups, SHARED=q_latent is not None, SWAP=tiling.swap,
         UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter stores bf16 as bits and would multiply these
         PRECISION="ieee" if q_rope.dtype == torch.float32 else "tf32",
-        C_KIND=latent.kind, C_BITS=latent.bits, C_GROUP=latent.group,
-        K_KIND=k_rope.kind, K_BITS=k_rope.bits, K_GROUP=k_rope.group,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     # Many partials of few requests, or few partials of many: either way enough programs read them in one or two rounds.
@@ -414,7 +339,3 @@ def decode(
         _combine, grid, partial, tops, weights, slots, out, requests, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=block_slots
     )
     return out
-
-
-def _strides(part: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if part is None else part.stride()[:2]

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.formats import Format
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -77,9 +75,8 @@ class Shape(NamedTuple):
         rank: R, or Dv.
         rope: P, or D.
         groups: G, or None with a latent.
-        dtype: Of queries, of what is computed, and of a cache without a format.
+        dtype: Of queries, of the cache and of what is computed.
         mask: The dtype of the mask, or None for calls without one.
-        form: The format that the cache is stored in; None if it is that dtype.
     """
 
     heads: int
@@ -88,7 +85,6 @@ class Shape(NamedTuple):
     groups: int | None
     dtype: torch.dtype
     mask: torch.dtype | None
-    form: Format | None = None
 
 
 def power_of_two(number: int) -> int:

@@ -29,7 +29,10 @@ def decode(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """As `attention.kernels.decode`, over a `latent [B, S, R]` and a `k_rope [B, S, P]`."""
+    """As `attention.kernels.decode`, over a `latent [B, S, R]` and a `k_rope [B, S, P]`, or `Stored` ones and one query."""
+    if isinstance(latent, Stored) and isinstance(k_rope, Stored):
+        rows = q_latent.transpose(1, 2), q_rope.transpose(1, 2)  # heads are queries of the one latent
+        return _attend(rows, (latent, k_rope), latent, mask, scaling).transpose(1, 2)
     mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
     if mask is None:
         return mean
@@ -82,38 +85,19 @@ def read(probabilities: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
 def decode_grouped(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """As `attention.kernels.decode_grouped`, by torch's own attention: a group's heads become queries of its one KV head."""
+    """As `attention.kernels.decode_grouped`: a group's heads become queries of its one KV head.
+
+    By torch's own attention; over `Stored` keys and values, a query that sees no token is zero.
+    """
     batch, heads, _, dim = query.shape
     groups = keys.shape[1]
     rows = query.reshape(batch, groups, -1, dim)
     if mask is not None and mask.shape[1] != 1:
         mask = mask.reshape(mask.shape[0], groups, -1, mask.shape[-1])
-    out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, heads, 1, -1)
-
-
-def decode_stored(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: Stored,
-    k_rope: Stored,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """As `decode`, for one query per head, over `latent [B, 1, S, R]` and `k_rope [B, 1, S, P]`."""
-    rows = q_latent.transpose(1, 2), q_rope.transpose(1, 2)  # heads are queries of the one latent
-    return _attend(rows, (latent, k_rope), latent, mask, scaling).transpose(1, 2)
-
-
-def decode_grouped_stored(
-    query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """As `decode_grouped`, but zero where a query sees no token."""
-    batch, heads, _, dim = query.shape
-    groups = keys.shape[1]
-    if mask is not None and mask.shape[1] != 1:
-        mask = mask.reshape(mask.shape[0], groups, -1, mask.shape[-1])
-    out = _attend((query.reshape(batch, groups, -1, dim),), (keys,), values, mask, scaling)
+    if isinstance(keys, Stored) and isinstance(values, Stored):
+        out = _attend((rows,), (keys,), values, mask, scaling)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, -1)
 
 

@@ -11,13 +11,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.errors import one_line
-from attention.formats import Format
 from attention.kernels import torch_decode
-from attention.kernels.operand import parts
 from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Shape, choose, machine
 from attention.spec import RANK_STEP
-from attention.stored import Stored, stored_pair
+from attention.stored import Stored
 
 # The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
@@ -55,8 +53,7 @@ def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
         return reason
     if rank % RANK_STEP or not rank or not dim:
         return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
-    held = [*parts(keys), *parts(values)]
-    if batch > 1 and groups > 1 and any(part.stride(0) != groups * part.stride(1) for part in held):
+    if batch > 1 and groups > 1 and any(part.stride(0) != groups * part.stride(1) for part in (keys, values)):
         return "the KV heads of a sequence do not lie next to those of the one before"
     return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
 
@@ -72,9 +69,8 @@ def _objection(
     if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
         devices = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
         return f"it takes tensors on one device, and these are on {devices}"
-    form = _form(values)
-    if form is not None and (form.name == "float64" or form.steps or form.classes):
-        return f"it does not read a cache in {form.name}"
+    if isinstance(values, Stored) or isinstance(keys, Stored):
+        return "it reads no encoded cache"
     if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -93,12 +89,8 @@ def _constants(*sizes: int) -> tuple[int, ...]:
     return tuple(len(range(size)) for size in sizes)
 
 
-def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, Format | None, bool, str]:
-    return cached.dtype, None if mask is None else mask.dtype, _form(cached), on_gpu(cached), str(cached.device)
-
-
-def _form(cached: torch.Tensor) -> Format | None:
-    return cached.cached.form if isinstance(cached, Stored) else None
+def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, bool, str]:
+    return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
 
 
 # Facts about this machine: compiled code need not look them up again.
@@ -110,7 +102,6 @@ def _machine_objection(
     groups: int | None,
     dtype: torch.dtype,
     mask: torch.dtype | None,
-    form: Format | None,
     cuda: bool,
     device: str,
 ) -> str | None:
@@ -122,7 +113,7 @@ def _machine_objection(
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
     # No trial during the capture of a CUDA graph, where no value can be read: a capture follows an ordinary call.
     capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return None if _INTERPRETED or capturing else _mistake(Shape(heads, rank, rope, groups, dtype, mask, form), device)
+    return None if _INTERPRETED or capturing else _mistake(Shape(heads, rank, rope, groups, dtype, mask), device)
 
 
 @cache
@@ -156,7 +147,7 @@ def deviation(shape: Shape, device: str) -> float:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(shape.dtype)
 
-    heads, rank, rope, groups, form = *shape[:4], shape.form
+    heads, rank, rope, groups = shape[:4]
     tiling = choose(heads, rank, rope, shape.dtype.itemsize, machine(torch.device(device)))
     assert tiling is not None
     tiling = replace(tiling, programs=_PROGRAMS)
@@ -167,12 +158,12 @@ def deviation(shape: Shape, device: str) -> float:
         wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
         if groups is None:
             q, r = draw(_BATCH, heads, 1, rank), draw(_BATCH, heads, 1, rope)
-            c, k = stored_pair(draw(_BATCH, 1, _CACHED, rank), draw(_BATCH, 1, _CACHED, rope), form, True)
+            c, k = draw(_BATCH, _CACHED, rank), draw(_BATCH, _CACHED, rope)
             found = mla_decode(q, r, c, k, mask, scaling, tiling)
-            expected = torch_decode.decode(q.double(), r.double(), c[:, 0].double(), k[:, 0].double(), wide, scaling)
+            expected = torch_decode.decode(q.double(), r.double(), c.double(), k.double(), wide, scaling)
         else:
             q = draw(_BATCH, groups * heads, 1, rope)
-            v, k = stored_pair(draw(_BATCH, groups, _CACHED, rank), draw(_BATCH, groups, _CACHED, rope), form, False)
+            v, k = draw(_BATCH, groups, _CACHED, rank), draw(_BATCH, groups, _CACHED, rope)
             found = gqa_decode(q, k, v, mask, scaling, tiling)
             expected = torch_decode.decode_grouped(q.double(), k.double(), v.double(), wide, scaling)
         return float((found.double() - expected).norm() / expected.norm())

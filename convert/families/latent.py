@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention import rope
 from attention.errors import Failure
-from attention.neutral import constant_channels
 from attention.record import FactoredAttention, Record
 from attention.rope import Pairing, Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits, decoder_of
 from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
+    constant_channels,
     constants,
     is_query_latent,
     join_query_bias,

@@ -17,11 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attention.neutral import LEAST_WEIGHT
-
 if TYPE_CHECKING:
     import torch
 
+_LEAST = 2.0**8  # smaller gains are those of trained norms
+_ROUNDING = 2.0**-8  # relative: bfloat16 rounds constants by up to 2⁻⁹
 _MOST = 65280.0  # the largest bfloat16 that is finite in float16
 _RATIO = 2.0**12  # of constants and latents
 _MULTIPLE = 16  # of the rank of queries, as matrix products on GPUs want it
@@ -47,6 +47,25 @@ def constants(rank: int) -> list[float]:
 def level(values: Sequence[float]) -> float:
     """2^k for constants of these values."""
     return 2.0 ** math.floor(math.log2(_MOST / max(values)))
+
+
+def constant_channels(weight: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
+    """The constant channels of a latent whose norm is neutral.
+
+    Args:
+        weight: `[R]`, the norm's.
+        down: `[R, E]`, the projection to the latent.
+        bias: `[R]`, of the projection. True channels may have one, too.
+
+    Returns:
+        `[R]` bool, or None if the norm has an effect.
+    """
+    weight, constant = weight.double(), weight == 0
+    if not bool(constant.any()) or bool(constant.all()) or bool(down[constant].any()):
+        return None
+    true, size = weight[~constant], (bias[constant].double().square().sum() / len(weight)).sqrt()
+    undone = bool((true == true[0]).all()) and float(true[0]) >= _LEAST and bool((true[0] / size - 1).abs() < _ROUNDING)
+    return constant if undone else None
 
 
 def latent_size(values: Sequence[float]) -> float:
@@ -104,7 +123,7 @@ def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
     same = all(
         tensors[name].shape == tensor.shape and bool((tensors[name] == tensor).all()) for name, tensor in expected.items()
     )
-    return same and float(gain[0]) >= LEAST_WEIGHT and float(weight[0, 0]) > 0
+    return same and float(gain[0]) >= _LEAST and float(weight[0, 0]) > 0
 
 
 def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torch.Tensor:

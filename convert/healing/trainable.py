@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from attention.neutral import constant_channels
-from convert.families.neutral import is_query_latent
+from convert.families.neutral import constant_channels, is_query_latent
 from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name

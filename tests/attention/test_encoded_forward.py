@@ -41,21 +41,12 @@ def latent_model(dtype: torch.dtype = torch.float64) -> Any:
     return mla_model(dtype=dtype, neutral=(8.0,), head_dim=32, **SIZES)
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS = {"heads": grouped_model, "latent": latent_model}
 
 
 def filled(model: Any, ids: torch.Tensor) -> Any:
     with torch.no_grad():
         return model(ids, use_cache=True).past_key_values
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_format_that_loses_nothing_changes_nothing(kind: str) -> None:
-    model, ids = MODELS[kind](), tokens(2, LONG)
-    expected = logits(model, ids, chunks=[LONG])
-    assert torch.equal(logits(store_encoded(model, "float64"), ids, chunks=[LONG]), expected)
 
 
 @pytest.mark.parametrize(("form", "kind"), LOSSY_KINDS)
@@ -99,18 +90,6 @@ def test_a_sequence_reads_the_same_beside_others_and_behind_padding(kind: str, f
     with torch.no_grad():
         found = model(padded, attention_mask=mask, position_ids=places).logits[:, 7:]
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "falcon"])
-def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
-    windows = {"sliding_window": 20} if model_type == "gemma2" else {}
-    model, ids = tiny_model(tiny_config(model_type, **windows)).double(), tokens(2, LONG)
-    expected = logits(model, ids, chunks=[LONG])
-    store_encoded(model, "float64")
-    for chunks in ([LONG], [40]):
-        torch.testing.assert_close(logits(model, ids, chunks=chunks), expected, rtol=0, atol=1e-9)
-    lossy = store_encoded(model, "int4")
-    torch.testing.assert_close(logits(lossy, ids, chunks=[40]), logits(lossy, ids, chunks=[LONG]), rtol=0, atol=1e-9)
 
 
 # Layers in turn, all, and every other one with sinks; the last sees chunks of tokens.
@@ -210,24 +189,6 @@ def test_tokens_are_taken_back_where_windows_have_not_forgotten_them() -> None:
     assert torch.equal(plain, model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [
-        ("phi3", {"original_max_position_embeddings": 50, "rope_parameters": LONGROPE}),
-        ("llama", {"max_position_embeddings": 50, "rope_parameters": DYNAMIC}),
-    ],
-)
-def test_rope_that_depends_on_the_length_has_one_table_for_a_prompt(model_type: str, fields: dict[str, Any]) -> None:
-    """A prompt beyond the length from which on its frequencies change is read as a whole text that is rounded."""
-    model, ids = tiny_model(tiny_config(model_type, num_key_value_heads=2, **fields)).double(), tokens(2, LONG)
-    rounding = rounding_cache(FORMATS["int4"], AttentionSpec.from_config(model.config))
-    with torch.no_grad():
-        short = model(ids[:, :50]).logits
-        expected, plain = model(ids, past_key_values=rounding, use_cache=True).logits, model(ids).logits
-        assert not torch.allclose(plain[:, :50], short, atol=1e-3), "the table is not that of a short prompt"
-        torch.testing.assert_close(store_encoded(model, "int4")(ids).logits, expected, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("form", ["int4"])
 def test_absorbed_and_packed_models_decode_from_it(form: str) -> None:
     for plain, prepared in ((latent_model(), absorb(latent_model())), (grouped_model(), pack(grouped_model()))):
@@ -324,16 +285,6 @@ def test_an_empty_cache_of_the_caller_is_the_one_that_is_filled() -> None:
     assert found.past_key_values is cache
     assert cache.get_seq_length() == 5
     assert all(isinstance(layer, EncodedLayer) for layer in cache.layers)
-
-
-def test_a_cache_is_kept_when_its_format_goes() -> None:
-    model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
-    with torch.no_grad():
-        cache = model(ids[:, :40], attention_mask=torch.ones(1, 40)).past_key_values
-        restore(model)
-        for token in range(40, LONG):
-            model(ids[:, token : token + 1], past_key_values=cache)
-    assert cache.get_seq_length() == LONG
 
 
 def test_models_that_keep_something_else_are_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,10 @@ from attention.forward import (
     attention_received,
     heads_of,
     output_error,
+    values_of,
 )
 from attention.qk_norm import QKNorm
-from attention.record import Attention, HeadProjections, Record
+from attention.record import Attention, Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 
@@ -119,86 +118,30 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
     assert output_error(a, a, x) == 0
 
 
-def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
-    """`[H, T, T]` of one block, one dot product at a time, fp64."""
-    x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.scoring.slopes or [0.0] * a.o.shape[1])
-    p, clip = a.projections, math.inf
-    if isinstance(a, Attention) and isinstance(p, HeadProjections):  # the heads that they were made from
-        clip = p.clip or clip
-        a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
-
-    of_queries = [x] * a.o.shape[1]
-    if a.projections:
-        queries, both = a.projections(x[None])
-        of_queries, x = list(queries[0]), both[0]
-
-    def project(weight: torch.Tensor, bias: torch.Tensor | None, at: int, read: torch.Tensor | None = None) -> torch.Tensor:
-        states = weight[at].double() @ (x if read is None else read).T
-        return (states if bias is None else states + bias[at].double()[:, None]).T  # [T, D]
-
-    def place(states: torch.Tensor, norm: Any) -> torch.Tensor:
-        if norm and not norm.after_rotary:
-            states = norm(states[None])[0]
-        states = states.clamp(-clip, clip)
-        states = a.rotary.rotate(states, positions) if a.rotary else states
-        return norm(states[None])[0] if norm and norm.after_rotary else states
-
-    logits = []
-    if isinstance(a, Attention):
-        q = place(torch.stack([project(a.q, a.q_bias, h, of_queries[h]) for h in range(len(a.q))]), a.q_norm)
-        k = place(torch.stack([project(a.k, a.k_bias, g) for g in range(len(a.k))]), a.k_norm)
-        logits = [q[h] @ k[h * len(k) // len(q)].T for h in range(len(q))]
-    else:
-        key = a.rotary.rotate(project(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], 0), positions)
-        for h in range(len(a.q_nope)):
-            latent = a.down.double() @ x.T
-            latent = latent / latent.norm(dim=0) if a.normalised else latent
-            latent = latent if a.gain is None else latent * a.gain[:, None].double()
-            nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ latent)
-            logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h, of_queries[h]), positions) @ key.T)
-    return a.scale * torch.stack(logits) + slopes[:, None, None] * positions
-
-
-def naive_weights(a: Record, x: torch.Tensor) -> torch.Tensor:
-    """`[H, T, T]` of one block, one query of one head at a time, fp64."""
-    found = torch.zeros(a.o.shape[1], len(x), len(x), dtype=torch.float64)
-    for head, logits in enumerate(naive_logits(a, x)):
-        for t, row in enumerate(logits):
-            first = max(0, t + 1 - (a.scoring.window or len(x)))
-            seen = row[first : t + 1]
-            cap = a.scoring.softcap
-            seen = seen if cap is None else cap * torch.tanh(seen / cap)
-            sink = a.sinks[head : head + 1] if isinstance(a, Attention) and a.sinks is not None else seen[:0]
-            found[head, t, first : t + 1] = torch.cat((seen, sink)).softmax(0)[: len(seen)]
-    return found
-
-
 @pytest.mark.parametrize("case", RECORDS)
-def test_heads_have_the_references_logits_and_weights(case: str) -> None:
+def test_what_heads_attend_to_gives_the_references_outputs(case: str) -> None:
+    """Also some of the heads alone, and some of the queries."""
     a, x = RECORDS[case], inputs(20)[0]
-    heads, wanted = heads_of(a, x), naive_weights(a, x)
-    for head, logits in enumerate(naive_logits(a, x)):
-        torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
+    heads, some = heads_of(a, x), torch.tensor([0, 3, 20])
+    values, contexts = values_of(a, heads), []
+    for head in range(len(heads.plain)):
+        logits, weights = heads.logits(head), heads.attention(head)
+        contexts.append(weights @ values[head * len(values) // len(heads.plain)])
         part = heads.part(slice(head, head + 1))
-        torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0].double(), logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(heads.attention(head).double(), wanted[head], rtol=1e-4, atol=1e-5)
-        some = torch.tensor([0, 3, 20])
-        torch.testing.assert_close(
-            part.probabilities(heads.logits(head)[None, some], some)[0].double(), wanted[head, some], rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(part.probabilities(logits[None, some], some)[0], weights[some], rtol=1e-4, atol=1e-5)
+    out = torch.einsum("htd,ehd->te", torch.stack(contexts), a.o.float())
+    found = (out if a.o_bias is None else out + a.o_bias.float()).double()
+    torch.testing.assert_close(found, run(a, x[None])[0], rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
     a, x = record(2, 3), inputs(20, tokens=9)[0]
     found = attention_received(a, x)
-    expected = sum(
-        logits[t, : t + 1].softmax(-1)[s] * torch.nn.functional.one_hot(torch.tensor(s), 9)
-        for logits in naive_logits(a, x)
-        for t in range(9)
-        for s in range(t + 1)
-    )
-    torch.testing.assert_close(found, expected / len(a.q), rtol=1e-4, atol=1e-6)  # type: ignore[arg-type, operator]
+    heads = heads_of(a, x)
+    expected = torch.stack([heads.attention(head) for head in range(len(a.q))]).sum((0, 1)) / len(a.q)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-4, atol=1e-6)
     assert float(found.mean()) == pytest.approx(1)
 
 
@@ -212,7 +155,9 @@ def test_attention_is_averaged_by_distance(case: str, monkeypatch: pytest.Monkey
     assert near.shape == (len(a.q), 9)
     found: dict[tuple[int, int], list[float]] = {}
     for block in x:
-        for head, weights in enumerate(naive_weights(a, block)):
+        heads = heads_of(a, block)
+        for head in range(len(a.q)):
+            weights = heads.attention(head)
             for t in range(9):
                 for s, weight in enumerate(weights[t, : t + 1]):
                     if s > 0:  # a block's first token is left out

@@ -22,7 +22,6 @@ from attention import load, models, pack, restore
 from attention.grouped import is_packed
 from attention.models import modeling_kvfold
 from attention.reference import grouped_attention
-from attention.spec import AttentionSpec
 
 LENGTH = 30
 PATHS = {
@@ -103,19 +102,6 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("model_type", WITH_SDPA)
-def test_a_cache_changes_nothing(model_type: str) -> None:
-    """One that grows and one that does not, read in pieces, and packed."""
-    model, ids = own_model(model_type), tokens(2, LENGTH)
-    static = StaticCache(config=model.config, max_cache_len=40)
-    with torch.inference_mode():
-        expected = model(ids).logits
-    assert error(logits(model, ids, chunks=(10,)), expected) < 1e-5
-    assert all(map(is_packed, attentions(pack(model))))
-    assert error(logits(model, ids, chunks=(7, 5, 3), cache=static), expected) < 1e-5
-    assert not any(map(is_packed, attentions(restore(model))))
-
-
 def generates_alone_what_it_generates_padded(model: Any) -> None:
     ids, lengths = tokens(3, 30), [30, 19, 26]
     mask = (torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]).long()
@@ -123,28 +109,6 @@ def generates_alone_what_it_generates_padded(model: Any) -> None:
     for row, length in enumerate(lengths):
         alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
         assert torch.equal(said[row, -6:], alone[0, -6:])
-
-
-@pytest.mark.parametrize("model_type", WITH_SDPA)
-def test_a_left_padded_row_is_the_row_alone(model_type: str) -> None:
-    generates_alone_what_it_generates_padded(own_model(model_type))
-
-
-def test_the_cache_holds_what_the_heads_say() -> None:
-    model = own_model(kv_heads=2)
-    spec = AttentionSpec.from_config(model.config)
-    assert (spec.kind, spec.num_layers, spec.head_dim) == ("GQA-2", 3, 8)
-    with torch.inference_mode():
-        cache = model(tokens(1, 5), use_cache=True).past_key_values
-    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 8)] * 3
-
-
-@pytest.mark.parametrize("model_type", WITH_SDPA)
-def test_probabilities_are_returned(model_type: str) -> None:
-    with torch.inference_mode():
-        found = own_model(model_type, attention="eager")(tokens(2, 9), output_attentions=True).attentions
-    assert [tuple(probabilities.shape) for probabilities in found] == [(2, 8, 9, 9)] * 3
-    assert all(torch.allclose(probabilities.sum(-1), torch.ones(2, 8, 9)) for probabilities in found)
 
 
 # ---- windows inside attention ----------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,6 @@ def test_absorb_and_restore_change_one_model_and_only_its_classes(model_type: st
     assert [{k: v for k, v in s.items() if not isinstance(v, dict)} for s in state(model)] == [
         {k: v for k, v in s.items() if not isinstance(v, dict)} for s in before
     ]
-    assert not any("constant_channels" in str(s["_buffers"]) for s in state(model))
 
 
 def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +84,6 @@ def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "absorbed", dtype=torch.float32)
     assert classes(stock) == {DeepseekV3Attention}
     assert error(logits(loaded.eval(), tokens(2, 20)), logits(stock.eval(), tokens(2, 20))) < 1e-5
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_are_models_of_their_own(copied: Any) -> None:
-    model = absorb(mla_model())
-    twin = copied(model)
-    assert is_absorbed(twin)
-    restore(model)
-    assert is_absorbed(twin)
-    assert torch.equal(logits(twin, tokens(1, 14)), logits(absorb(model), tokens(1, 14)))
 
 
 def test_loaded_weights_are_used() -> None:

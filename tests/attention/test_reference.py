@@ -89,21 +89,6 @@ def test_a_sink_is_one_more_token_of_no_value() -> None:
     torch.testing.assert_close(far_off, without, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("position", [1, 7])
-@pytest.mark.parametrize("latent", [False, True])
-def test_a_future_token_changes_nothing_before_it(latent: bool, position: int) -> None:
-    x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
-    changed[:, position] += 1
-    if latent:
-        a = FactoredAttention(**latent_weights(2, 3, 4, 5), scale=0.05, rotary=rotary(2))
-        before, after = latent_attention(x, a), latent_attention(changed, a)
-    else:
-        b = Attention(**weights(4, 2, 6), **biases(4, 2, 6), scale=0.5, rotary=rotary(2))
-        before, after = grouped_attention(x, b), grouped_attention(changed, b)
-    assert torch.equal(before[:, :position], after[:, :position])
-    assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before rotary", "after rotary"])
 def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after: bool) -> None:
     x, w, rotation, length = random(2, 7, WIDTH), weights(4, 2, 6), rotary(3), 7

@@ -194,17 +194,6 @@ def longrope() -> Any:
     )
 
 
-def test_longrope_has_a_second_list_for_long_sequences() -> None:
-    ours, factors = from_config(longrope(), 64), SCALINGS["longrope"]
-    plain = 1e4 ** -(torch.arange(0, 64, 2).double() / 64)
-    assert ours.long_frequencies is not None
-    torch.testing.assert_close(ours.frequencies, plain / torch.tensor(factors["short_factor"]).double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(ours.long_frequencies, plain / torch.tensor(factors["long_factor"]).double(), rtol=1e-6, atol=0)
-    assert ours.long_beyond == 32
-    other = from_config(tiny_config("llama", head_dim=64), 64)
-    assert (other.long_frequencies, other.long_beyond) == (None, None)
-
-
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb

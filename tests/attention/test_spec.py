@@ -35,10 +35,6 @@ def test_bytes_per_token_of_known_models(spec: AttentionSpec, dtype: str, expect
     assert spec.bytes_per_token(dtype) == expected
 
 
-def test_a_token_costs_one_key_and_one_value_of_every_kv_head_in_every_layer() -> None:
-    assert AttentionSpec(num_layers=3, num_heads=20, num_kv_heads=5, head_dim=7).values_per_token == 3 * (5 + 5) * 7
-
-
 def test_bytes_of_dtypes() -> None:
     assert [dtype_bytes(name) for name in ("float32", "float16", "bfloat16", "float64")] == [4, 2, 2, 8]
     with pytest.raises(Refusal, match=r"no KV cache is kept in 'bf16' \(choose float32, float16, bfloat16, float64\)"):

@@ -265,11 +265,3 @@ def test_a_damaged_config_is_refused(
     out = shutil.copytree(latent, tmp_path / "out")
     inner = json.loads((out / "config.json").read_text())["text_config"] | changes.get("text_config", {})
     refused(convert("inspect", edit(out, **{**changes, "text_config": inner})), 2, message)
-
-
-def test_dropout_is_where_the_source_has_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    for model_type, option in (("gpt2", "resid_pdrop"), ("seed_oss", "residual_dropout"), ("phi", "resid_pdrop")):
-        source = made(checkpoint, model_type, name=model_type, **{option: 0.25})
-        ok(convert("mla", source, tmp_path / f"{model_type}-out", *small(latent_of(model_type))))
-        modules = [m for m in stock(tmp_path / f"{model_type}-out").modules() if isinstance(m, Own)]
-        assert {module.output_dropout for module in modules} == {0.0 if model_type == "phi" else 0.25}

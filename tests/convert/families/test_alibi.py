@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from alike import decodes_alike
-from latents import tokens
-from rows import rows
 from tiny import tiny_config
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -47,23 +43,6 @@ def test_what_a_record_does_not_say_is_refused(model_type: str, changes: dict[st
     assert message in str(FAMILIES[model_type].of(tiny_config(model_type, **changes)).unreadable)
 
 
-@pytest.mark.parametrize(("model_type", "kind"), rows(product(ALIBI, ["gqa", "mla"]), [("bloom", "gqa"), ("mpt", "mla")]))
-def test_lossy_results_run_alike_in_every_way(
-    model_type: str, kind: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    """BLOOM's positions count what is not padding."""
-    size = ["--groups", 2, "--method", "mean"] if kind == "gqa" else ["--kv-lora-rank", 16, "--method", "svd"]
-    ok(convert(kind, checkpoint(model_type, num_attention_heads=6, hidden_size=48), tmp_path / "out", *size))
-    model, ids = load(tmp_path / "out", when="always"), tokens(12)
-    decodes_alike(model, ids)
-    padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
-    with torch.inference_mode():
-        expected = model(ids).logits
-        torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-4)
-        model.save_pretrained(tmp_path / "again")
-        torch.testing.assert_close(load(tmp_path / "again")(ids).logits, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("model_type", ALIBI)
 def test_other_functions_than_eager_are_refused(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Their masks have no place for slopes."""
@@ -92,12 +71,3 @@ def test_masks_of_mpt_leave_room_for_scores_in_half_precision(checkpoint: Make, 
     assert (found.shape, given) == ((1, 8, 4, 4), {})
     assert torch.isfinite(found - 100).all()
     assert bool(((found + 100).float().exp() == 0).all())
-
-
-def test_positions_that_mpt_does_not_have_are_an_error(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("mpt", max_seq_len=16)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
-    model = load(tmp_path / "out")
-    assert torch.isfinite(model(torch.arange(4, 20)[None]).logits).all()
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        model(torch.arange(4, 21)[None])

@@ -9,7 +9,7 @@ import pytest
 from found_types import LATENTS, small
 from rows import rows
 from tiny import NORMED, random_model, save_tokenizer, tiny_config
-from written import Convert, Make, left_nothing, ok, refused
+from written import Convert, left_nothing, ok, refused
 
 from attention.errors import Refusal
 from convert.families.deepseek import NormalisedLatent
@@ -69,15 +69,6 @@ def test_an_unknown_type_is_refused_by_its_latent() -> None:
     config.model_type = "another"
     with pytest.raises(Refusal, match=r"it is a published model with latent attention \(MLA-16\+8\)"):
         find(config)
-
-
-def test_results_of_an_earlier_version_are_named(checkpoint: Make, convert: Convert, tmp_path: Any) -> None:
-    """They had smaller latents behind the norm of the source's, of which the class knows no more."""
-    source = checkpoint("gpt_neox")
-    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 4, "--method", "svd"))
-    file = tmp_path / "out" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"source_latent": {"kv_lora_rank": 16}}))
-    refused(convert("inspect", tmp_path / "out"), 2, "source_latent is of an earlier version of kvfold")
 
 
 def test_a_portable_result_is_not_made_smaller(tmp_path: Any, convert: Convert) -> None:

@@ -141,17 +141,6 @@ def test_last_parts_stay_as_they_are() -> None:
     assert FUSED.holding("layers.2.mlp.shared.up.alpha_p") is None
 
 
-def test_three_in_one() -> None:
-    place = FUSED.holding("layers.4.mlp.shared.up.weight")
-    assert place is not None
-    assert place.name == "decoder.4.all.weight"
-    assert place.shapes((6, 5)) == dict.fromkeys(place.roles, (2, 5))
-    weight = torch.arange(30).view(6, 5)
-    parts = place.split(weight)
-    assert torch.equal(parts["layers.4.mlp.shared.up.weight"], weight[2:4])
-    assert parts["layers.4.mlp.shared.down.weight"].data_ptr() == weight[4:].data_ptr(), "a view"
-
-
 @given(data=st.data())
 def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
     roles = tuple(f"r{i}" for i in range(data.draw(st.integers(1, 4), "roles")))

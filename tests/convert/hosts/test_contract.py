@@ -16,9 +16,11 @@ import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
 from held import (
+    BEHIND,
     BEYOND,
     CLIPPED,
     DEFAULT,
+    IGNORING,
     NO_ROPE,
     NORM_SWITCHES,
     ONE,
@@ -46,7 +48,9 @@ from convert.families import FAMILIES
 from convert.hosts import Host
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
-from convert.hosts.kvfold import HOST, LATENT_HOST
+from convert.hosts.falcon import HOST as FALCON
+from convert.hosts.gpt_bigcode import HOST as GPT_BIGCODE
+from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
 from eval.inputs.source import Source
@@ -94,25 +98,7 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 # ---- fewer KV heads --------------------------------------------------------------------------------------------------
 
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
-IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
-# Families whose class shares heads before a norm or a clamp, and kvfold's behind it.
-BEHIND: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "cohere": {"use_qk_norm": True},
-    "exaone4": ALTERNATING,
-    "gemma3_text": ALTERNATING,
-    "mpt": {"attn_config": {"clip_qkv": 0.3}},
-    "olmo": {"clip_qkv": 0.3},
-    "olmo2": {},
-    "olmo3": ALTERNATING,
-    "olmoe": {"clip_qkv": 0.5},
-    "phi": {"qk_layernorm": True},
-    "qwen3": {"attention_bias": True},
-    "qwen3_moe": {},
-    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-}
 OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
     "all dims": DEFAULT | {"partial_rotary_factor": 1.0},
     "a quarter": DEFAULT | {"partial_rotary_factor": 0.25},
@@ -385,6 +371,9 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
     assert (facts["family"], facts["attention"][:4], facts["kv_heads"]) == (row.holds, "MLA-", None)
 
 
+ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
+
+
 def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
     for name, changes in BEYOND.items():
@@ -394,12 +383,12 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
         assert LATENT_HOST.refuses(family, target) is None, name
 
 
-@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, PHI], ids=lambda host: host.name)
+@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, *ONE_KIND], ids=lambda host: host.name)
 def test_other_blocks_are_refused(host: Host) -> None:
     for name, row in FAMILIES.items():
         if name not in host.families:
             family = row.of(tiny_config(name))
-            target = family.spec.grouped(1) if host is PHI and family.has_heads else family.spec.latent(16, 8)
+            target = family.spec.grouped(1) if host in ONE_KIND and family.has_heads else family.spec.latent(16, 8)
             assert f"{name} does not have " in str(host.refuses(family, target))
 
 

@@ -54,22 +54,6 @@ def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]
     assert (back.long_beyond, back.attention_factor) == (50, 1.0)
 
 
-@pytest.mark.parametrize("kept", [[0, 1, 2, 3], [0, 2], [1, 3], [0, 0, 3]], ids=str)
-@pytest.mark.parametrize("source", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                                             "original_max_position_embeddings": 32}}])  # fmt: skip
-def test_frequencies_that_were_written_are_read_and_written_again(source: dict[str, Any], kept: list[int]) -> None:
-    """An MLA made of an MLA: what the first has written is the second's source."""
-    parameters, once = written(from_config(tiny_config("llama", **source), 8).select(kept, "interleaved"), **source)
-    read = tiny_config("deepseek_v3", qk_rope_head_dim=once.dims, head_dim=once.dims, rope_parameters=parameters)
-    again = rope_parameters(FAMILIES["deepseek_v3"].of(read).rotary(0), read)
-    twice = from_config(
-        tiny_config("deepseek_v3", qk_rope_head_dim=once.dims, head_dim=once.dims, rope_parameters=again), once.dims
-    )
-    torch.testing.assert_close(twice.frequencies, once.frequencies, rtol=1e-6, atol=0)
-    assert again["rope_type"] == parameters["rope_type"]
-    assert twice.attention_factor == 1.0
-
-
 def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None:
     config = tiny_config("mistral", sliding_window=128)
     raw = {"dtype": "bfloat16", "sliding_window": 128, "own_key": 5, "model_type": "mistral", "architectures": ["M"]}

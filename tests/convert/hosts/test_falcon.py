@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import tiny_config
-from written import Convert, Make
 
 from convert.families import family_of
 from convert.hosts.falcon import HOST
@@ -40,11 +37,3 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rota
 def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], groups: int, message: str) -> None:
     family = family_of("gpt_neox").of(tiny_config("gpt_neox", **(ONE_AFTER_THE_OTHER | changes)))
     assert message in str(HOST.refuses(family, family.spec.grouped(groups)))
-
-
-def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("gpt_neox", use_parallel_residual=True)
-    facts = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
-    assert facts["output_class"] == "kvfold"
-    opt = family_of("opt").of(tiny_config("opt"))
-    assert "opt does not have Falcon's decoder blocks" in str(HOST.refuses(opt, opt.spec.grouped(1)))

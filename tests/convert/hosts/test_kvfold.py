@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from alike import decodes_alike
+from held import BEHIND, IGNORING
 from latents import tokens
 from rows import rows
 from tiny import SWITCHES, switched, tiny_config
@@ -24,24 +25,6 @@ from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
 from convert.planning.base import readable
 from eval.inputs.source import Source
-
-# Families whose own class cannot share heads, and those that it shares before a norm or a clamp.
-IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
-BEHIND = {
-    "apertus": {},
-    "cohere": {"use_qk_norm": True},
-    "exaone4": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
-    "mpt": {"attn_config": {"clip_qkv": 0.3}},
-    "olmo": {"clip_qkv": 0.3},
-    "olmo2": {},
-    "olmo3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
-    "olmoe": {"clip_qkv": 0.5},
-    "phi": {"qk_layernorm": True},
-    "qwen3": {"attention_bias": True},
-    "qwen3_moe": {},
-    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-}
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:

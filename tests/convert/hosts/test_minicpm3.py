@@ -53,13 +53,6 @@ def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], messa
     assert message in str(HOST.refuses(family, family.spec.latent(16, 8)))
 
 
-def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    source = checkpoint("gemma", rope_parameters=dynamic)
-    facts = json.loads(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json").stdout)
-    assert facts["output_class"] == "kvfold"
-
-
 @pytest.mark.parametrize("changes", [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}], ids=str)
 def test_minicpms_own_checkpoints_have_the_family_of_a_norm(changes: dict[str, Any]) -> None:
     family = family_of("minicpm3")

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from latents import same_logits, tokens
 from safetensors.torch import save_file
-from tiny import VOCABULARY, layer_tensors, tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, edit, left_nothing, ok, weights
 
 from convert.families import FAMILIES, family_of
@@ -21,48 +18,6 @@ from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.phi import HOST
 
 FAMILY = sorted(HOST.families)
-
-
-def as_phi(model: Any) -> Any:
-    """The same model as the host makes it, at the source's size."""
-    from transformers import AutoModelForCausalLM
-
-    config = model.config
-    family = FAMILIES[config.model_type].of(config)
-    spec, layout, state = family.spec, HOST.layout(family), model.state_dict()
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(config.num_hidden_layers):
-        record = family.split(layer_tensors(model, family, layer), layer)
-        tensors |= layout.join(record, spec, layer)
-    for name, tensor in state.items():
-        if (place := family.names.place(name)) is not None:
-            there = layout.names.holding(place.roles[0])
-            assert there is not None, name
-            tensors[there.name] = tensor
-    made = AutoModelForCausalLM.from_config(HOST.sized({}, family, spec), attn_implementation="eager").eval()
-    made.load_state_dict(tensors, strict=True)
-    return made
-
-
-@pytest.mark.parametrize("model_type", FAMILY)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_every_config_gives_the_sources_logits(model_type: str, data: st.DataObject) -> None:
-    heads, dim = 4 * data.draw(st.integers(1, 2)), data.draw(st.integers(2, 9))
-    config = tiny_config(
-        model_type,
-        num_attention_heads=heads,
-        hidden_size=heads * dim,
-        rotary_dim=2 * data.draw(st.integers(1, dim // 2)),
-        n_inner=data.draw(st.sampled_from([None, 24])),
-        activation_function=data.draw(st.sampled_from(["gelu_new", "relu"])),
-        layer_norm_epsilon=data.draw(st.sampled_from([1e-5, 1e-2])),
-        tie_word_embeddings=data.draw(st.booleans()),
-        num_hidden_layers=2,
-    )
-    source = tiny_model(config)
-    with torch.inference_mode():
-        same_logits(as_phi(source)(tokens(20)).logits, source(tokens(20)).logits, 1e-5)
 
 
 def test_a_config_says_what_the_source_does() -> None:

@@ -165,33 +165,6 @@ def test_a_result_is_deepseeks_own_and_close_to_the_source(
     assert (expected - found).square().mean() < 1e-3 * expected.var()
 
 
-# Pairs side by side, stacked projections.
-FEW = ("ernie4_5", "phi3")
-# Settings without biases or layers without RoPE, which the class has no place for.
-PLAIN: dict[str, dict[str, Any]] = {
-    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
-    "smollm3": {"no_rope_layers": [1]},
-    "mistral": {"sliding_window": 128},
-    "ministral": {"sliding_window": 128, "layer_types": ["sliding_attention"]},
-    "cwm": {
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
-
-
-@pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("model_type", rows((name for name in HOST.like if name not in ("llama", "qwen2", "deepseek_v3")), FEW))
-def test_every_family_is_carried(model_type: str, checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
-    source = checkpoint(model_type, **sizes, **PLAIN.get(model_type, {}))
-    size = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 64)
-    ok(convert("mla", source, tmp_path / "out", "--portable", *size, "--text", words, "--calibration-tokens", 1024, "-q"))
-    expected, found = (logits_on(words, path) for path in (source, tmp_path / "out"))
-    assert (expected - found).square().mean() < 1e-3 * expected.var()
-
-
 @pytest.mark.usefixtures("untried")
 def test_it_decodes_with_the_latent_alone_and_is_saved_again(
     checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path

@@ -26,7 +26,6 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from written import Convert, Logits, damage, edit, ok, refused, weights
 
-import attention
 from attention.errors import Refusal
 from convert.families import FAMILIES, UNREAD, reading
 from convert.families.reading.experiments import find
@@ -379,31 +378,6 @@ def test_classes_without_sinks_are_refused(command: list[Any], convert: Convert,
 def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) -> None:
     source = saved(small("granite_swa"), tmp_path / "source")
     refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
-
-
-@pytest.mark.parametrize("model_type", rows(SINKS, ["gpt_oss"]))
-def test_sinks_are_kept_where_models_are_packed_or_their_cache_is_encoded(model_type: str, tmp_path: Path) -> None:
-    source = saved(small(model_type, sliding_window=8, head_dim=32), tmp_path)
-    ids, cut = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(0)), 33
-
-    def said(model: Any, **options: Any) -> torch.Tensor:
-        with torch.inference_mode():
-            first = model(ids[:, :cut], **options)
-            rest = [model(ids[:, t : t + 1], past_key_values=first.past_key_values).logits for t in range(cut, 40)]
-        return torch.cat((first.logits, *rest), 1)
-
-    stock = said(AutoModelForCausalLM.from_pretrained(source), use_cache=True)
-    assert torch.equal(said(attention.load(source), use_cache=True), stock)
-    torch.testing.assert_close(said(attention.load(source, cache_dtype="float32")), stock, rtol=1e-4, atol=1e-4)
-    for form in ("int8", "int4"):
-        with torch.inference_mode():
-            whole = attention.load(source, cache_dtype=form)(ids).logits
-        lost = (whole - stock).norm()
-        # A number between two codes is rounded to either: the class computes in fp32.
-        assert (said(attention.load(source, cache_dtype=form)) - whole).norm() < 0.1 * lost
-        assert 0 < lost < 0.5 * stock.norm()
-    with pytest.raises(Refusal, match="it attends through 'eager', and must attend through 'sdpa'"):
-        attention.pack(AutoModelForCausalLM.from_pretrained(source))
 
 
 # ---- a type that nobody has seen -------------------------------------------------------------------------------------------
