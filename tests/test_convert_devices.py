@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from streams import WINDOWS, blocks_of, model_of, stream_of
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from convert.api import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
@@ -25,7 +25,6 @@ from convert.calibration.refit import refitted
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
-from convert.methods.algebra import leading_subspace
 from convert.methods.blocks import Blocks
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
@@ -39,21 +38,11 @@ RECORDS: dict[str, Attention] = {
     "norm": record(4, 1, norm="all"),
 }
 COMPONENTS = Allocation(5, (0, 0, 1))
-ALLOCATIONS = {
-    "pursued": Allocation(5, (2, 0), pursued=True),
-    "folded": Allocation(5, (0, 2), freqfold=3),
-    "fewer nope dims": Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
-}
-
-
-def merged(method: str, a: Attention, groups: int = 1, statistics: Statistics = SURVEYED) -> Attention:
-    return load_grouped(method).merge(a, groups, statistics)
-
-
-def factored_by(
-    method: str, a: Attention, allocation: Allocation = COMPONENTS, statistics: Statistics = SURVEYED
-) -> FactoredAttention:
-    return load_latent(method).factor(a, replace(allocation, rotary=MHA.rotary), statistics)
+ALLOCATIONS = [  # pursued, folded, with fewer nope dims
+    Allocation(5, (2, 0), pursued=True),
+    Allocation(5, (0, 2), freqfold=3),
+    Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
+]
 
 
 # ---- methods -------------------------------------------------------------------------------------------------------
@@ -64,48 +53,26 @@ def factored_by(
 )
 def test_heads_are_merged_on_the_gpu(method: str, kind: str) -> None:
     with fake_gpu(False):
-        assert devices(merged(method, to_gpu(RECORDS[kind]), groups=1 if kind == "no RoPE" else 2)) == {"cuda"}
-
-
-@pytest.mark.parametrize("width", [5, 40])
-def test_a_second_moment_is_moved_to_the_rows_that_it_weighs(width: int) -> None:
-    with fake_gpu():
-        rows, second = torch.ones(20, width).to(GPU), torch.ones(width, width)
-        assert devices(leading_subspace(rows, second, 3)) == {"cuda"}
-
-
-@pytest.mark.parametrize("method", LATENT)
-def test_latents_are_made_on_the_gpu(method: str) -> None:
-    with fake_gpu():
-        assert devices(factored_by(method, to_gpu(GQA))) == devices(factored_by(method, to_gpu(RECORDS["no RoPE"]))) == {"cuda"}
-
-
-@pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
-def test_latents_of_any_allocation_are_made_on_the_gpu(allocation: Allocation) -> None:
-    with fake_gpu(False):
-        assert devices(factored_by("weighted", to_gpu(GQA), allocation)) == {"cuda"}
-
-
-@pytest.mark.parametrize("method", ["aligned", *LATENT])
-def test_statistics_may_be_assumed(method: str) -> None:
-    with fake_gpu():
-        made = (
-            merged(method, to_gpu(GQA), 1, ASSUMED)
-            if method in GROUPED
-            else factored_by(method, to_gpu(GQA), COMPONENTS, ASSUMED)
-        )
-        assert devices(made) == {"cuda"}
+        for statistics in (SURVEYED, ASSUMED) if kind == "GQA, biased, partial" else (SURVEYED,):
+            merged = load_grouped(method).merge(to_gpu(RECORDS[kind]), 1 if kind == "no RoPE" else 2, statistics)
+            assert devices(merged) == {"cuda"}
 
 
 @pytest.mark.parametrize("statistics", [SURVEYED, ASSUMED], ids=["surveyed", "assumed"])
 @pytest.mark.parametrize("method", LATENT)
-def test_frequencies_are_chosen_on_the_gpu(method: str, statistics: Statistics) -> None:
-    chosen = load_latent(method)
+def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statistics: Statistics) -> None:
+    chosen, rotary = load_latent(method), MHA.rotary
     with fake_gpu():
-        found = [chosen.measure(to_gpu(GQA), statistics, 1)] if chosen.measure else []
+        gqa = to_gpu(GQA)
+        for a in (gqa, to_gpu(RECORDS["no RoPE"])):
+            assert devices(chosen.factor(a, replace(COMPONENTS, rotary=rotary), statistics)) == {"cuda"}
+        found = [chosen.measure(gqa, statistics, 1)] if chosen.measure else []
         for count in (1, 4):
             for allocation in chosen.allocate(found, count, Allocation(5, (), rotary=GQA.rotary)):
                 assert len(allocation.pairs) == count
+    with fake_gpu(False):
+        for allocation in ALLOCATIONS if method == "weighted" and statistics is SURVEYED else []:
+            assert devices(chosen.factor(to_gpu(GQA), replace(allocation, rotary=rotary), statistics)) == {"cuda"}
 
 
 # ---- surveys -------------------------------------------------------------------------------------------------------
@@ -132,8 +99,9 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
     with fake_gpu():
         stream = stream_of(model, tmp_path / "spool", blocks_of(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
-        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)
-        assert devices(found(1)) == {"cpu"}
+        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)(1)
+        assert devices(found) == {"cpu"}
+        assert devices(found.to(GPU)) == devices(found.to(GPU).shrunk()) == {"cuda"}
         stream.embed()
         stream.advance(0, seen.append, attended=lambda batch, inputs, added: seen.extend((inputs, added)))
         assert devices(seen) == {"cuda"}
@@ -142,12 +110,6 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
         assert devices(moments.statistics()) == {"cuda"}
         with pytest.raises(RuntimeError, match=REFUSED):
             moments.see(torch.ones(1, 6, stream.width))
-
-
-def test_statistics_move_whole() -> None:
-    with fake_gpu():
-        assert devices(SURVEYED.to(GPU)) == devices(SURVEYED.shrunk().to(GPU)) == devices(ASSUMED.to(GPU)) == {"cuda"}
-        assert devices(SURVEYED.to(GPU).shrunk()) == {"cuda"}
 
 
 # ---- fits ----------------------------------------------------------------------------------------------------------
