@@ -224,19 +224,12 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[Any], str]] = {
-    "groups that are no number": (["--groups", "x"], "'x' is not a valid integer"),
     "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
-    "no groups": (["--groups", ""], "not a valid integer"),
     "half a latent": (["--mla", "5+"], "invalid budget '5+'"),
-    "a latent too large": (["--mla", "99+32"], "rank 99 exceeds full size"),
     "two latents of one name": (
         ["--mla", "33.3333%,33.33333%", "--methods", "svd"], "two targets would both be named mla-33.3333%-svd"
     ),
-    "an unknown method": (["--methods", "mean,magic"], "'magic' is not one of"),
     "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),
-    "a method that needs text": (["--mla", "16+8", "--methods", "pca", "--no-text"], "method pca needs text to calibrate on"),
-    "steps without text": (["--refine", 2, "--no-text"], "--refine is about calibration text, and there is none"),
-    "no such device": (["--device", "quantum"], "no device 'quantum'"),
     "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
     "steps for no method": (
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
