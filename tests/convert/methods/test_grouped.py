@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging import merge, record, repeated, run
+from merging import merge, record, repeated
+from records import inputs, run
 
 from convert.methods import GROUPED
 
@@ -40,7 +41,7 @@ def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) ->
         merged = merge(method, replace(record(norm=norm), sinks=sinks), groups)
         assert merged.num_kv_heads == groups
         assert merged.v.shape == (groups, 6, 10)
-        assert torch.isfinite(run(replace(merged, sinks=None))).all()
+        assert torch.isfinite(run(replace(merged, sinks=None), inputs(10))).all()
         assert merged.sinks is sinks
 
 
