@@ -1,4 +1,4 @@
-"""What tests of methods that merge KV heads share: records without positions or with, copies of heads, and losses."""
+"""What tests of methods that merge KV heads share: records without positions or with, and copies of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from attention.qk_norm import QKNorm
 from attention.record import Attention
-from attention.reference import grouped_attention
 from attention.rope import Rotary
 from convert.methods import load_grouped
 from convert.methods.statistics import Statistics
@@ -42,11 +41,6 @@ def repeated(a: Attention, times: int) -> Attention:
     return dataclasses.replace(a, **rows, k_norm=norm)
 
 
-def run(a: Attention) -> torch.Tensor:
-    x = torch.randn(2, 9, 10, generator=torch.Generator().manual_seed(5)).to(a.q.dtype)
-    return grouped_attention(x, a)
-
-
 def merge(method: str, a: Attention, groups: int, statistics: Statistics | None = None) -> Attention:
     return load_grouped(method).merge(a, groups, statistics or Statistics.assumed(a.q.shape[2]))
 
@@ -56,17 +50,6 @@ def with_rope(a: Attention, pairs: int = 2, pairing: str = "half", factor: float
     return dataclasses.replace(a, rotary=Rotary(frequencies, pairing, factor))  # type: ignore[arg-type]
 
 
-def loss(a: Attention, b: Attention) -> float:
-    """Relative distance of two records' outputs, computed in fp64."""
-    found, expected = (run(widened(x)) for x in (b, a))
-    return float((found - expected).norm() / expected.norm())
-
-
-def widened(a: Attention) -> Attention:
-    tensors = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias")
-    return dataclasses.replace(a, **{n: getattr(a, n).double() for n in tensors if getattr(a, n) is not None})
-
-
 def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
     """The function of `a` with every KV head `times` times over, each copy in a basis of its own.
 
@@ -74,7 +57,9 @@ def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
     queries by what undoes that; values and outputs by a matrix and its inverse.
     """
     generator = torch.Generator().manual_seed(seed)
-    many = widened(repeated(a, times))
+    many = repeated(a, times)
+    wide = {field.name: getattr(many, field.name) for field in dataclasses.fields(many)}
+    many = dataclasses.replace(many, **{name: t.double() for name, t in wide.items() if isinstance(t, torch.Tensor)})
     assert a.rotary is not None
     share, dims = many.q.shape[0] // many.k.shape[0], a.rotary.dims
     nope = many.k.shape[1] - dims

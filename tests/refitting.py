@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import inputs, measured, record
 
-from attention.forward import Heads, heads_of
+from attention.forward import Heads, Jacobian, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration import keys, values
 from convert.calibration.queries import fitted_queries
@@ -45,6 +45,13 @@ def merged(a: Attention, groups: int, method: str = "aligned") -> Attention:
 
 def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:
     return load_latent(method).factor(a, Allocation(rank, pairs), measured(X))
+
+
+def fit_of(
+    source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
+) -> keys._KeyFit:
+    result = heads_of(after, x)
+    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts)
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:

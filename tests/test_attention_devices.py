@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
+from fake_gpu import GPU, devices, fake_gpu, to_gpu
 from records import factored, inputs, record, run
 from tiny import tiny_config, tiny_model
 from tiny_mla import mla_model, tokens
@@ -18,7 +19,6 @@ from attention.cache import EncodedLayer
 from attention.formats import FORMATS
 from attention.forward import attention_by_distance, attention_output, output_error
 from attention.latent import dense_mask
-from attention.qk_norm import QKNorm
 from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
 
@@ -54,18 +54,6 @@ def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
         assert devices(further) == {"cuda"}
 
 
-@pytest.mark.parametrize("kind", ["GQA, biased", "norm: head", "latent, biased"])
-def test_what_is_left_on_the_cpu_is_noticed(kind: str) -> None:
-    a = RECORDS[kind]
-    with fake_gpu():
-        for field in fields(a):
-            if isinstance(part := getattr(a, field.name), torch.Tensor | QKNorm):
-                with pytest.raises(RuntimeError, match=REFUSED):
-                    attention_output(replace(to_gpu(a), **{field.name: part}), X.to(GPU))
-        with pytest.raises(RuntimeError, match=REFUSED):
-            attention_output(to_gpu(a), X)
-
-
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
@@ -81,16 +69,6 @@ class OnGpu:
         return torch.func.functional_call(self.model, self.tensors, (ids.to(GPU),), known).logits
 
 
-def latent_model(**changes: Any) -> Any:
-    return mla_model(**({"attention": "sdpa", "num_hidden_layers": 1} | changes))
-
-
-def grouped_model() -> Any:
-    model = tiny_model(tiny_config("llama", num_key_value_heads=2, num_hidden_layers=1))
-    model.set_attn_implementation("sdpa")
-    return model
-
-
 def decoded(model: OnGpu, masked: bool) -> set[str]:
     """Where a prefill of four tokens and a step leave logits and the cache."""
     ids, mask = tokens(2, 5), torch.ones(2, 5, dtype=torch.long) if masked else None
@@ -98,48 +76,38 @@ def decoded(model: OnGpu, masked: bool) -> set[str]:
     return devices(found + [part for layer in model.cache.layers for part in (layer.keys, layer.values)])
 
 
+def absorbed(when: Any = "always", **changes: Any) -> Any:
+    return absorb(mla_model(**({"num_hidden_layers": 1} | changes)), when=when, backend="torch")
+
+
+def packed() -> Any:
+    model = tiny_model(tiny_config("llama", num_key_value_heads=2, num_hidden_layers=1))
+    model.set_attn_implementation("sdpa")
+    return pack(model, backend="torch")
+
+
 @pytest.mark.parametrize(
-    ("when", "neutral", "attention", "masked"),
-    [("always", (4.0,), "sdpa", True), ("always", (), "eager", False), ("auto", (4.0,), "eager", True)],
-    ids=str,
+    ("make", "masked"),
+    [
+        (absorbed, True),
+        (lambda: absorbed(neutral=(), attention="eager"), False),
+        (lambda: absorbed("auto", attention="eager"), True),
+        (packed, True),
+    ],
+    ids=["absorbed", "a norm, eager", "auto, eager", "packed"],
 )
-def test_absorbed_attention_decodes_on_the_gpu(when: Any, neutral: tuple[float, ...], attention: str, masked: bool) -> None:
-    model = absorb(latent_model(neutral=neutral, attention=attention), when=when, backend="torch")
+def test_attention_decodes_on_the_gpu(make: Callable[[], Any], masked: bool) -> None:
     with fake_gpu():
-        assert decoded(OnGpu(model), masked) == {"cuda"}
-
-
-def test_packed_attention_decodes_on_the_gpu() -> None:
-    with fake_gpu():
-        assert decoded(OnGpu(pack(grouped_model(), backend="torch")), True) == {"cuda"}
-
-
-def test_a_part_of_a_model_left_on_the_cpu_is_noticed() -> None:
-    model = absorb(latent_model(), when="always", backend="torch")
-    with fake_gpu():
-        moved, name = OnGpu(model), "model.layers.0.self_attn.kv_b_proj.weight"
-        moved.tensors[name] = moved.tensors[name].cpu()
-        with pytest.raises(RuntimeError, match=REFUSED):
-            decoded(moved, False)
-
-
-def test_masks_of_flash_attention_become_dense_on_the_gpu() -> None:
-    with fake_gpu():
+        assert decoded(OnGpu(make()), masked) == {"cuda"}
         assert devices(dense_mask(torch.ones(2, 5, dtype=torch.long).to(GPU), torch.ones(2, 8, 16).to(GPU))) == {"cuda"}
 
 
-@pytest.mark.parametrize(("kind", "form"), [("absorbed", "int4"), ("packed", "fp8")])
-def test_encoded_caches_are_decoded_on_the_gpu(kind: str, form: str) -> None:
-    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    model = (
-        absorb(latent_model(**sizes), when="always", backend="torch")
-        if kind == "absorbed"
-        else pack(grouped_model(), backend="torch")
-    )
+@pytest.mark.parametrize(("latent", "form"), [(True, "int4"), (False, "fp8")])
+def test_encoded_caches_are_decoded_on_the_gpu(latent: bool, form: str) -> None:
+    model = absorbed(qk_nope_head_dim=8, v_head_dim=8) if latent else packed()
     with fake_gpu():
         moved = OnGpu(model)
-        moved.cache.layers = [EncodedLayer(FORMATS[form], kind == "absorbed")]
+        moved.cache.layers = [EncodedLayer(FORMATS[form], latent)]
         moved.cache.layer_class_to_replicate = None
-        found = [moved(tokens(2, size)) for size in (4, 1, 1)]
-        assert devices(found) == {"cuda"}
+        assert devices([moved(tokens(2, size)) for size in (4, 1, 1)]) == {"cuda"}
         assert moved.cache.get_seq_length() == 6

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,16 +101,3 @@ def test_instructions_are_counted_by_what_they_move() -> None:
     # Four warps, one warpgroup: 64 + 32 rows of 32 bytes; 16 bytes a lane; four 8 × 8 matrices a warp; 4 bytes a lane; 256 rows
     moved = 96 * 32 + 4 * 32 * 16 + 4 * 4 * 128 + 4 * 32 * 4 + 256 * 32
     assert code.cycles(loop, 4) == (moved / 128, 64 * (32 + 256) * 16 / 2048)
-
-
-@pytest.mark.slow
-@pytest.mark.kernels
-def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
-    """In a process from its beginning: Triton compiles nothing after it was imported to be interpreted."""
-    pytest.importorskip("triton")
-    command = [sys.executable, str(BENCHMARKS / "decode_code.py"), "--heads", "32", "--ranks", "64"]
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
-    (row,) = table(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout)
-    assert row[:2] == ["32 × 64", "32 × 128, 4, swapped"]
-    moved, products, arrival = (float(cell) for cell in row[-3:])
-    assert 0 < products < moved < arrival

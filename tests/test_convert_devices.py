@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,17 @@ import pytest
 import torch
 from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, measured, record
-from rows import rows
 from safetensors.torch import load_file
 from streams import WINDOWS, blocks_of, model_of, stream_of
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from convert.api import gqa, mla
 from convert.calibration.outputs import OutputFit
-from convert.calibration.refine import refined
 from convert.calibration.refit import refitted
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
-from convert.methods.algebra import leading_subspace
 from convert.methods.blocks import Blocks
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
@@ -39,21 +35,11 @@ RECORDS: dict[str, Attention] = {
     "norm": record(4, 1, norm="all"),
 }
 COMPONENTS = Allocation(5, (0, 0, 1))
-ALLOCATIONS = {
-    "pursued": Allocation(5, (2, 0), pursued=True),
-    "folded": Allocation(5, (0, 2), freqfold=3),
-    "fewer nope dims": Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
-}
-
-
-def merged(method: str, a: Attention, groups: int = 1, statistics: Statistics = SURVEYED) -> Attention:
-    return load_grouped(method).merge(a, groups, statistics)
-
-
-def factored_by(
-    method: str, a: Attention, allocation: Allocation = COMPONENTS, statistics: Statistics = SURVEYED
-) -> FactoredAttention:
-    return load_latent(method).factor(a, replace(allocation, rotary=MHA.rotary), statistics)
+ALLOCATIONS = [  # pursued, folded, with fewer nope dims
+    Allocation(5, (2, 0), pursued=True),
+    Allocation(5, (0, 2), freqfold=3),
+    Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
+]
 
 
 # ---- methods -------------------------------------------------------------------------------------------------------
@@ -64,48 +50,26 @@ def factored_by(
 )
 def test_heads_are_merged_on_the_gpu(method: str, kind: str) -> None:
     with fake_gpu(False):
-        assert devices(merged(method, to_gpu(RECORDS[kind]), groups=1 if kind == "no RoPE" else 2)) == {"cuda"}
-
-
-@pytest.mark.parametrize("width", [5, 40])
-def test_a_second_moment_is_moved_to_the_rows_that_it_weighs(width: int) -> None:
-    with fake_gpu():
-        rows, second = torch.ones(20, width).to(GPU), torch.ones(width, width)
-        assert devices(leading_subspace(rows, second, 3)) == {"cuda"}
-
-
-@pytest.mark.parametrize("method", LATENT)
-def test_latents_are_made_on_the_gpu(method: str) -> None:
-    with fake_gpu():
-        assert devices(factored_by(method, to_gpu(GQA))) == devices(factored_by(method, to_gpu(RECORDS["no RoPE"]))) == {"cuda"}
-
-
-@pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
-def test_latents_of_any_allocation_are_made_on_the_gpu(allocation: Allocation) -> None:
-    with fake_gpu(False):
-        assert devices(factored_by("weighted", to_gpu(GQA), allocation)) == {"cuda"}
-
-
-@pytest.mark.parametrize("method", ["aligned", *LATENT])
-def test_statistics_may_be_assumed(method: str) -> None:
-    with fake_gpu():
-        made = (
-            merged(method, to_gpu(GQA), 1, ASSUMED)
-            if method in GROUPED
-            else factored_by(method, to_gpu(GQA), COMPONENTS, ASSUMED)
-        )
-        assert devices(made) == {"cuda"}
+        for statistics in (SURVEYED, ASSUMED) if kind == "GQA, biased, partial" else (SURVEYED,):
+            merged = load_grouped(method).merge(to_gpu(RECORDS[kind]), 1 if kind == "no RoPE" else 2, statistics)
+            assert devices(merged) == {"cuda"}
 
 
 @pytest.mark.parametrize("statistics", [SURVEYED, ASSUMED], ids=["surveyed", "assumed"])
 @pytest.mark.parametrize("method", LATENT)
-def test_frequencies_are_chosen_on_the_gpu(method: str, statistics: Statistics) -> None:
-    chosen = load_latent(method)
+def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statistics: Statistics) -> None:
+    chosen, rotary = load_latent(method), MHA.rotary
     with fake_gpu():
-        found = [chosen.measure(to_gpu(GQA), statistics, 1)] if chosen.measure else []
+        gqa = to_gpu(GQA)
+        for a in (gqa, to_gpu(RECORDS["no RoPE"])):
+            assert devices(chosen.factor(a, replace(COMPONENTS, rotary=rotary), statistics)) == {"cuda"}
+        found = [chosen.measure(gqa, statistics, 1)] if chosen.measure else []
         for count in (1, 4):
             for allocation in chosen.allocate(found, count, Allocation(5, (), rotary=GQA.rotary)):
                 assert len(allocation.pairs) == count
+    with fake_gpu(False):
+        for allocation in ALLOCATIONS if method == "weighted" and statistics is SURVEYED else []:
+            assert devices(chosen.factor(to_gpu(GQA), replace(allocation, rotary=rotary), statistics)) == {"cuda"}
 
 
 # ---- surveys -------------------------------------------------------------------------------------------------------
@@ -132,8 +96,9 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
     with fake_gpu():
         stream = stream_of(model, tmp_path / "spool", blocks_of(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
-        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)
-        assert devices(found(1)) == {"cpu"}
+        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)(1)
+        assert devices(found) == {"cpu"}
+        assert devices(found.to(GPU)) == devices(found.to(GPU).shrunk()) == {"cuda"}
         stream.embed()
         stream.advance(0, seen.append, attended=lambda batch, inputs, added: seen.extend((inputs, added)))
         assert devices(seen) == {"cuda"}
@@ -144,26 +109,15 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
             moments.see(torch.ones(1, 6, stream.width))
 
 
-def test_statistics_move_whole() -> None:
-    with fake_gpu():
-        assert devices(SURVEYED.to(GPU)) == devices(SURVEYED.shrunk().to(GPU)) == devices(ASSUMED.to(GPU)) == {"cuda"}
-        assert devices(SURVEYED.to(GPU).shrunk()) == {"cuda"}
-
-
 # ---- fits ----------------------------------------------------------------------------------------------------------
 
-RESULTS: dict[str, tuple[Attention, Record]] = {
-    "GQA, partial": (record(2, 1, nope=2), record(1, 2, nope=2, seed=1)),
-    "latent": (record(2, 1), factored(2)),
-}
 
-
-@pytest.fixture(params=RESULTS.values(), ids=RESULTS)
-def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
-    return request.param
-
-
-def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(record(2, 1, nope=2), record(1, 2, nope=2, seed=1)), (record(2, 1), factored(2))],
+    ids=["GQA, partial", "latent"],
+)
+def test_records_are_refitted_on_the_gpu(a: Attention, b: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     # A round of the refit begins with what the one before has made, which is seen to lie on the GPU.
     monkeypatch.setattr("convert.calibration.refit._ROUNDS", 1)
     # Fake tensors have no values to choose a share of the change by: the last one tried is taken.
@@ -174,63 +128,20 @@ def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
 
     monkeypatch.setattr("convert.calibration.refit.min", last, raising=False)
     with fake_gpu():
-        before, after = map(to_gpu, pair)
+        before, after = to_gpu(a), to_gpu(b)
         fitted = refitted(before, after, Blocks.whole(X.to(GPU)), SURVEYED.attended)
         assert fitted is not after
         assert devices(fitted) == {"cuda"}
-
-
-@pytest.mark.parametrize("truths", [True, False])
-def test_outputs_are_fitted_on_the_gpu(pair: tuple[Attention, Record], truths: bool) -> None:
-    _, after = pair
-    read, target = torch.ones(2, 6, after.o[0].numel()), torch.ones(2, 6, 20)
-    with fake_gpu(truths):
-        fit = OutputFit(to_gpu(after))
+        fit = OutputFit(after)
         for _ in range(2):
-            fit.see(read.to(GPU), target.to(GPU))
+            fit.see(torch.ones(2, 6, after.o[0].numel()).to(GPU), X[:2].to(GPU))
         assert devices(fit.record()) == {"cuda"}
-        for misplaced in ((read, target.to(GPU)), (read.to(GPU), target)):
-            with pytest.raises(RuntimeError, match=REFUSED):
-                fit.see(*misplaced)
-
-
-class Stream:
-    """A layer that adds what its weights sum up to, in place of a model's."""
-
-    text = Blocks.whole(torch.zeros(4, 6))
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
-        return [X[[row % len(X) for row in rows]].to(self.device)]
-
-    @contextlib.contextmanager
-    def opened(self, layer: int) -> Iterator[Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]]:
-        yield lambda hidden, weights: hidden + torch.stack([weight.sum() for weight in weights.values()]).sum()
 
 
 @pytest.fixture
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken along zeros: fakes have no gradients."""
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
-
-
-def written(record: Record) -> dict[str, torch.Tensor]:
-    found = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.mark.usefixtures("without_gradients")
-def test_a_layer_is_refined_on_the_gpu(pair: tuple[Attention, Record]) -> None:
-    _, after = pair
-    streams: Any = Stream(GPU), Stream(torch.device("cpu"))
-    with fake_gpu():
-        found, errors = refined(to_gpu(after), written, streams[0], streams[0], 0, 3, 0)
-        assert devices(found) == {"cuda"}
-        assert errors["layer_error_refined"] < errors["layer_error"]
-        with pytest.raises(RuntimeError, match=REFUSED):
-            refined(to_gpu(after), written, streams[0], streams[1], 0, 3, 0)
 
 
 # ---- whole conversions ---------------------------------------------------------------------------------------------
@@ -264,7 +175,7 @@ CONVERSIONS: dict[str, tuple[str, tuple[int, int], Callable[..., Any], dict[str,
 
 @pytest.mark.usefixtures("a_gpu")
 @pytest.mark.filterwarnings("ignore:.*calibration text are few")
-@pytest.mark.parametrize(("model_type", "size", "command", "options"), rows(CONVERSIONS.values(), [CONVERSIONS["mla"]]))
+@pytest.mark.parametrize(("model_type", "size", "command", "options"), CONVERSIONS.values())
 def test_a_whole_conversion_never_mixes_devices(
     model_type: str,
     size: tuple[int, int],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -56,12 +57,6 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(line[found.end() :], comments=True)
 
 
-def parsed(arguments: list[str]) -> None:
-    """Raise click.UsageError if the command line cannot be read, for example because there is no such option."""
-    name, *rest = arguments
-    main.commands[name].make_context(name, rest)
-
-
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory of a newcomer: models and texts of the names that pages use."""
@@ -82,17 +77,8 @@ WITH_COMMANDS = pytest.mark.parametrize("page", [page for page in PAGES if any(c
 
 @WITH_COMMANDS
 def test_commands_have_the_options_that_pages_name(page: Path, desk: Path) -> None:
-    for arguments in commands(page):
-        parsed(arguments)
-
-
-def test_an_option_that_does_not_exist_is_found(desk: Path) -> None:
-    page = desk / "page.md"
-    page.write_text("```\nconvert gqa --groups 8 MODEL OUTPUT    # right\nconvert gqa --heads 8 MODEL OUTPUT\n```\n")
-    right, wrong = commands(page)
-    parsed(right)
-    with pytest.raises(click.NoSuchOption, match="--heads"):
-        parsed(wrong)
+    for name, *rest in commands(page):
+        main.commands[name].make_context(name, rest)
 
 
 @pytest.mark.slow
@@ -107,6 +93,12 @@ def test_commands_run(page: Path, desk: Path) -> None:
         small = [SMALL.get(option, word) for option, word in pairwise(["", *arguments])]
         done = runner.invoke(main, [*small, *QUICK.get(arguments[0], [])])
         assert done.exit_code == 0, f"{shlex.join(arguments)}\n{done.output}"
+
+
+def test_what_is_written_by_the_script_is_current() -> None:
+    command = [sys.executable, "scripts/write_docs.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def anchors(page: Path) -> set[str]:

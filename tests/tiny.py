@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,41 +192,21 @@ def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Ten
 
 def duplicate_kv_heads(model: Any, times: int) -> None:
     """Make runs of `times` KV heads equal, everywhere in the model: weights, biases, gains per head."""
-    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
-    interleaved = model.config.model_type == "gpt_bigcode"
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            part = name.split("self_attn.")[-1].split("attn.attention.")[-1].split(".attn.")[-1]
-            if "query_key_value" in part or (interleaved and "c_attn" in part):  # [heads, 3, D, …]
-                rows = parameter.unflatten(0, (heads // times, times, 3, -1))
-                rows[:, 1:, 1:] = rows[:, :1, 1:]
-                continue
-            if part.endswith(("c_attn.weight", "c_attn.bias")):  # [E, 3 heads D] or [3 heads D]
-                rows = parameter.mT if parameter.ndim == 2 else parameter
-                rows = rows.unflatten(0, (3, heads // times, times, -1))
-                rows[1:, :, 1:] = rows[1:, :, :1]
-                continue
-            if part.startswith("qkv_proj") and model.config.model_type == "codegen":  # [4, (Q, V, K), heads / 4, D, E]
-                rows = parameter.unflatten(0, (4, 3, heads // 4 // times, times, -1))
-                rows[:, 1:, :, 1:] = rows[:, 1:, :, :1]
-                continue
-            if "Wqkv" in part:  # [3, heads, D, …]
-                rows = parameter.unflatten(0, (3, heads // times, times, -1))
-                rows[1:, :, 1:] = rows[1:, :, :1]
-                continue
-            if part.startswith("qkv_proj"):
-                stacked = parameter[model.config.num_attention_heads * model.config.head_dim :]
-                rows = stacked.unflatten(0, (2 * heads // times, times, -1))
-                stacked.copy_(rows[:, :1].expand_as(rows).reshape(stacked.shape))
-            if not part.startswith(("k_", "v_", "key_")) or parameter.shape[0] % heads or ".norms." in part:
-                continue
-            if part.startswith(("k_proj", "v_proj")) or parameter.shape[0] in (heads, heads * model.config.head_dim):
-                rows = parameter.unflatten(0, (heads // times, times, -1))
-                parameter.copy_(rows[:, :1].expand_as(rows).reshape(parameter.shape))
-        for name, module in model.named_modules():
-            if name.endswith("k_layernorm") and hasattr(module, "norms"):
-                for head, norm in enumerate(module.norms):
-                    norm.weight.copy_(module.norms[head - head % times].weight)
+    from convert.families import FAMILIES
+
+    family, state = FAMILIES[model.config.model_type].of(model.config), model.state_dict()
+    first = torch.arange(family.spec.num_kv_heads) // times * times
+    for layer in range(model.config.num_hidden_layers):
+        record = family.split({name: state[name] for name in family.shapes(layer)}, layer)
+        parts = {name: getattr(record, name) for name in ("k", "v", "k_bias", "v_bias")}
+        changed: dict[str, Any] = {name: tensor[first] for name, tensor in parts.items() if tensor is not None}
+        if record.k_norm is not None and record.k_norm.per_head_gains:
+            gains = {name: getattr(record.k_norm, name) for name in ("gain", "bias")}
+            own = {name: tensor[first] for name, tensor in gains.items() if tensor is not None}
+            changed["k_norm"] = dataclasses.replace(record.k_norm, **own)
+        with torch.no_grad():
+            for name, tensor in family.join(dataclasses.replace(record, **changed), family.spec, layer).items():
+                state[name].copy_(tensor)
 
 
 def save_tokenizer(path: Path, vocabulary: int = TOKENS) -> None:

@@ -125,19 +125,13 @@ def test_text_is_a_path_or_strings(shelf: Make, letters: Path, tmp_path: Path) -
     assert again.provenance == path.provenance, "the same text, wherever it lies"
 
 
-MISTAKES: list[tuple[type[KvfoldError], str, Any, dict[str, Any]]] = [
+MISTAKES: list[tuple[type[KvfoldError], str, Any, dict[str, Any]]] = [  # others are in the tests of plans
     (Refusal, "cannot make 3 groups from 4 KV heads", gqa, {"groups": 3}),
     (Refusal, "no method 'svd' merges heads (choose aligned, mean, first)", gqa, {"groups": 2, "method": "svd"}),
     (Refusal, "no method 'mean' makes a latent (choose weighted, svd, pca)", mla, {"kv_budget": "50%", "method": "mean"}),
-    (Refusal, "give either --kv-budget or", mla, {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "kv_budget": 0.5}),
-    *((Refusal, "invalid budget", mla, {"kv_budget": budget}) for budget in (1.5, -0.25, "much")),
-    (Refusal, "give either a text to calibrate on or --no-text", mqa, {"text": ["a"], "no_text": True}),
-    (Refusal, "--refine is about calibration text, and there is none", mqa, {"refine": 3, "no_text": True}),
-    (Refusal, "has no use for --calibration-tokens and --text", mqa,
-     {"text": ["a"], "method": "mean", "calibration_tokens": 512}),
+    *((Refusal, "invalid budget", mla, {"kv_budget": budget}) for budget in (1.5, -0.25)),
     (Refusal, "seed is 10000000000000000; it must be at least 0 and at most 4294967295", mqa, {"seed": 10**16}),
     (Refusal, "no KV cache is kept in 'int8'", mqa, {"dtype": "int8"}),
-    (Refusal, "invalid size 'large'", mqa, {"max_shard_size": "large"}),
     (Refusal, "no device 'quantum'", mqa, {"device": "quantum"}),
     (Failure, "nowhere.txt", mqa, {"text": "nowhere.txt"}),
     (Failure, "model.safetensors", mqa, {}),
@@ -200,13 +194,9 @@ def test_facts_are_numbers_for_programs_and_a_table_for_people(
         assert json.loads(convert(*command, source, "--json").stdout) == json.loads(json.dumps(facts)) == facts
     with pytest.raises(Refusal, match="no model directory"):
         inspect("./nowhere")
-    with pytest.raises(Refusal, match="no model directory"):
-        plan("./nowhere")
-    for changes in ({"batch": 0}, {"context": 0}, {"gpu_share": 1.5}, {"gpus": {"tiny": float("inf")}}, {"gpus": {"tiny": 0}}):
+    for changes in ({"batch": 0}, {"gpus": {"tiny": float("inf")}}, {"gpus": {"tiny": 0}}):
         with pytest.raises(Refusal, match="it must be at least"):
             plan(source, **changes)
-    with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
-        plan(source, dtype="int8")
 
 
 # ---- the command line is a shell -------------------------------------------------------------------------------------
@@ -292,18 +282,6 @@ def test_a_command_refuses_what_its_function_refuses(name: str) -> None:
             (shown,) = (p for p in command.params if p.name == option.name)
             with pytest.raises(click.UsageError), click.Context(command) as context:
                 shown.type_cast_value(context, (value,) if shown.multiple else value)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("name", "result"), [(name, "Conversion") for name in ("gqa", "mqa", "mla")] + [("heal", "Healing"), ("sweep", "Sweep")]
-)
-def test_type_checkers_know_what_a_dry_run_returns(name: str, result: str) -> None:
-    """It is the second of two overloads: without `dry_run`, both fit."""
-    ways = [python.signature(way) for way in typing.get_overloads(getattr(api, name))]
-    assert [(way.parameters["given"].annotation, way.return_annotation) for way in ways] == [
-        (f"Unpack[options.{name.capitalize()}[Literal[False]]]", result),
-        (f"Unpack[options.{name.capitalize()}[Literal[True]]]", f"Planned{result}"),
-    ]
 
 
 def test_words_and_commands_are_those_that_are_known() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from held import Row, full, latent_of, said, sized, small, stock
-from latents import method_options, same_logits, tokens, tolerance
+from latents import method_options, same_logits, tokens
 from rows import rows
 from written import Convert, Make, edit, left_nothing, ok, refused, weights
 
@@ -39,58 +38,50 @@ def made(checkpoint: Make, case: str, **changes: Any) -> Path:
     return checkpoint(row.model_type, **{**row.changes, **changes})
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    rows(
-        ["mistral", "mixtral", "starcoder2", "ministral", "cwm", "cohere2", "exaone4", "gemma3_text", "olmo3", "qwen3"],
-        ["gemma3_text", "olmo3"],
-    ),
-)
-def test_attention_functions_are_told_the_window(
-    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flash attention knows it by nothing else."""
+def listening(name: str) -> list[tuple[Any, Any]]:
+    """Window and cap that an attention function of this name will have been told."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    windows: list[int | None] = []
+    told: list[tuple[Any, Any]] = []
 
-    def spying(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-        windows.append(sliding_window)
+    def listens(*args: Any, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any) -> Any:
+        told.append((sliding_window, softcap))
         return sdpa_attention_forward(*args, **kwargs)
 
+    AttentionInterface.register(name, listens)
+    return told
+
+
+WINDOWED = ["mistral", "mixtral", "starcoder2", "ministral", "cwm", "cohere2", "exaone4", "gemma3_text", "olmo3", "qwen3"]
+
+
+@pytest.mark.parametrize("model_type", rows(WINDOWED, ["gemma3_text", "olmo3"]))
+def test_attention_functions_are_told_the_window(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Flash attention knows it by nothing else."""
     switch = {"use_sliding_window": True, "max_window_layers": 1} if model_type == "qwen3" else {}
     source = made(checkpoint, model_type, sliding_window=7, **switch)
     ok(convert("mla", source, tmp_path / "out", *small(latent_of(model_type))))
-    AttentionInterface.register("spying", spying)
+    told = listening("spying")
     for path in (source, tmp_path / "out"):
         model = stock(path)
         model.set_attn_implementation("spying")
         said(model, tokens(12))
-    assert windows[:3] == windows[3:]
-    assert 7 in windows
+    assert told[:3] == told[3:]
+    assert (7, None) in told
 
 
 def test_attention_functions_are_told_the_cap(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Absorbed decoding caps by itself with eager attention alone; other functions then do all of the attention."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    caps: list[float | None] = []
-
-    def capping(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
-        caps.append(softcap)
-        return sdpa_attention_forward(*args, **kwargs)
-
     ok(convert("mla", made(checkpoint, "gemma2"), tmp_path / "out", *small(latent_of("gemma2"))))
-    AttentionInterface.register("capping", capping)
+    told = listening("capping")
     for opened in (stock, lambda path, **given: load(path, when="always", **given)):
         model = opened(tmp_path / "out")
         model.set_attn_implementation("capping")
         with torch.inference_mode():
             model.generate(tokens(12), max_new_tokens=3, do_sample=False)
-        assert caps == [0.5] * 9, "three layers, three steps"
-        caps.clear()
+        assert [cap for _, cap in told] == [0.5] * 9, "three layers, three steps"
+        told.clear()
     with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
         stock(tmp_path / "out", attn_implementation="sdpa")
     eager = stock(tmp_path / "out")
@@ -134,48 +125,25 @@ def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert
     assert sum(layer.nbytes for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40)
 
 
-def test_without_rope_half_of_the_cache_loses_nothing(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    """Keys and values of MHA are linear in one input, whose width is half of theirs."""
-    source = checkpoint("gpt2")
-    shown = ok(convert("mla", source, tmp_path / "out", "--kv-budget", "50%")).stdout
-    assert "MHA → MLA-64+0" in shown
-    assert "(50.0%" in shown
-    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)))
-    for budget, kind in (("100%", "MLA-64+0"), ("25%", "MLA-32+0")):
-        facts = json.loads(convert("mla", source, tmp_path / "less", "--kv-budget", budget, "--dry-run", "--json").stdout)
-        assert facts["target"] == kind
-    least = convert("mla", source, tmp_path / "less", "--kv-budget", "11")
-    left_nothing(least, 2, "the least is 12 bytes per token", tmp_path / "less")
-
-
-@pytest.mark.parametrize("method", rows(["svd", "weighted", "weighted with text", "pca"], ["weighted with text"]))
-def test_every_method_makes_latents_without_rope(
-    method: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
-) -> None:
-    source, options = checkpoint("gpt2"), method_options(method, words)
-    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 64, *options))
-    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)), tolerance(method))
-    more = ["--refine", 2] if "text" in method else []
-    ok(convert("mla", source, tmp_path / "less", "--kv-lora-rank", 9, *options, *more))
-    assert torch.isfinite(said(load(tmp_path / "less"), tokens(20))).all()
+def test_without_rope_a_budget_buys_a_latent_alone(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Keys and values of MHA are linear in one input, whose width is half of theirs: half of the cache is full size."""
+    source, out = checkpoint("gpt2"), tmp_path / "out"
+    for budget, kind in (("100%", "MLA-64+0"), ("50%", "MLA-64+0"), ("25%", "MLA-32+0")):
+        planned = json.loads(convert("mla", source, out, "--kv-budget", budget, "--dry-run", "--json").stdout)
+        assert planned["target"] == kind
+    left_nothing(convert("mla", source, out, "--kv-budget", "11"), 2, "the least is 12 bytes per token", out)
 
 
 @pytest.mark.parametrize(
-    ("method", "model_type"),
-    rows(
-        product(
-            ("svd", "weighted", "weighted with text", "pca"),
-            ("olmo2", "olmoe, clipped", "phi, QK-norm", "qwen3", "stablelm, QK-norm"),
-        ),
-        [("weighted with text", "stablelm, QK-norm"), ("pca", "phi, QK-norm")],
-    ),
-)  # fmt: skip
-def test_every_method_makes_latents_of_normalised_keys(
-    method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+    "model_type",
+    rows(["gpt2", "olmo2", "olmoe, clipped", "phi, QK-norm", "qwen3", "stablelm, QK-norm"], ["gpt2", "stablelm, QK-norm"]),
+)
+def test_refinement_leaves_projections_and_norms_of_the_source(
+    model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
-    source = made(checkpoint, model_type, num_key_value_heads=2)
-    more = ["--refine", 2] if "text" in method else []
-    ok(convert("mla", source, tmp_path / "out", *small(latent_of(model_type)), *method_options(method, words), *more))
+    source = made(checkpoint, model_type, **({} if model_type == "gpt2" else {"num_key_value_heads": 2}))
+    options = [*small(latent_of(model_type)), *method_options("weighted with text", words), "--refine", 2]
+    ok(convert("mla", source, tmp_path / "out", *options))
     assert torch.isfinite(said(load(tmp_path / "out"), tokens(20))).all()
     before, after = weights(source), weights(tmp_path / "out")
     kept = [
@@ -195,25 +163,16 @@ def test_normalised_keys_share_no_latent_beyond_their_dims(checkpoint: Make, con
     left_nothing(more, 2, "rank 125 exceeds full size", tmp_path / "more")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Also those that change with the length, and those with an attention factor."""
     parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    if kind == "longrope":
-        parameters |= {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [3.0, 1.0, 4.0, 9.0]}
-    if kind != "dynamic":
+    if kind == "yarn":
         parameters["original_max_position_embeddings"] = 16
     source = checkpoint("llama", mlp_bias=True, rope_parameters=parameters, max_position_embeddings=32)
     ok(convert("mla", source, tmp_path / "out", *full(source, Row("llama", MODEL_TYPE))))
     for length in (12, 60):
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
-
-
-def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint("gpt_neox", duplicated=2)
-    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
-    ok(convert("mla", tmp_path / "four", tmp_path / "out", *sized(56, 8), "--method", "svd"))
-    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)))
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ def test_the_first_process_converts_and_heals(
     assert (tmp_path / "out" / "conversion.json").exists()
 
 
-def test_heal_keeps_the_settings_of_its_launcher(
-    checkpoint: Make, convert: Callable[..., Any], words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api.mqa(checkpoint(), tmp_path / "mqa", method="mean")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    refused = convert("heal", tmp_path / "mqa", tmp_path / "out", "--text", words, "--tokens", 1024, "--context", 64)
-    assert (refused.exit_code, "healing does not support DeepSpeed" in refused.stderr) == (2, True)
-
-
 def test_the_api_takes_one_process(launched: Callable[[int], None], checkpoint: Make, tmp_path: Path) -> None:
     launched(0)
     with pytest.raises(Refusal, match="a conversion runs in one process, not in 2"):

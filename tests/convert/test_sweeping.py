@@ -224,19 +224,12 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[Any], str]] = {
-    "groups that are no number": (["--groups", "x"], "'x' is not a valid integer"),
     "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
-    "no groups": (["--groups", ""], "not a valid integer"),
     "half a latent": (["--mla", "5+"], "invalid budget '5+'"),
-    "a latent too large": (["--mla", "99+32"], "rank 99 exceeds full size"),
     "two latents of one name": (
         ["--mla", "33.3333%,33.33333%", "--methods", "svd"], "two targets would both be named mla-33.3333%-svd"
     ),
-    "an unknown method": (["--methods", "mean,magic"], "'magic' is not one of"),
     "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),
-    "a method that needs text": (["--mla", "16+8", "--methods", "pca", "--no-text"], "method pca needs text to calibrate on"),
-    "steps without text": (["--refine", 2, "--no-text"], "--refine is about calibration text, and there is none"),
-    "no such device": (["--device", "quantum"], "no device 'quantum'"),
     "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
     "steps for no method": (
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
@@ -261,15 +254,11 @@ def test_mistakes_are_refused_before_any_work(
 def test_places_and_texts_that_cannot_be_used_are_refused(
     checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
 ) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    (tmp_path / "file").write_text(" \n")
-    for targets in ([], FEW):
-        refused(convert("sweep", source, tmp_path / "file", *targets, *held_out), 2, "lies in a file")
-        refused(convert("sweep", source, source, *targets, *held_out), 2, "lie inside each other")
-    refused(convert("sweep", source, out), 2, "Missing option '--evaluate'")
-    refused(convert("sweep", source, out, *FEW, "--evaluate", tmp_path / "file"), 1, "is empty")
-    latent = convert("sweep", checkpoint("hunyuan_v1_dense", name="other"), out, "--mla", "16+8", *held_out)
-    refused(latent, 2, "no output class carries MLA of")
+    source, out, empty = checkpoint(), tmp_path / "out", tmp_path / "file"
+    empty.write_text(" \n")
+    refused(convert("sweep", source, empty, *held_out), 2, "lies in a file")
+    refused(convert("sweep", source, source, *FEW, *held_out), 2, "lie inside each other")
+    refused(convert("sweep", source, out, *FEW, "--evaluate", empty), 1, "is empty")
     assert not out.exists()
 
 

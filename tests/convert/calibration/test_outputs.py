@@ -57,33 +57,6 @@ def squared_error(a: Record, read: torch.Tensor, target: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_fitted_outputs_are_next_to_the_best_and_never_worse(biased: bool) -> None:
-    a = record(biased=biased)
-    read, target = reads(a, tokens=600)
-    fit = OutputFit(a)
-    fit.see(read, target)
-    x = read.flatten(0, 1)
-    x = torch.cat((x, torch.ones(len(x), 1)), 1) if biased else x
-    best = torch.linalg.lstsq(x, target.flatten(0, 1)).solution
-    least = float((x @ best - target.flatten(0, 1)).square().sum())
-    assert least <= squared_error(fit.record(), read, target) * (1 + 1e-5)
-    assert squared_error(fit.record(), read, target) < min(1.05 * least, squared_error(a, read, target))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_where_nothing_is_missing_nothing_is_added(biased: bool) -> None:
-    a = record(biased=biased)
-    read, _ = reads(a)
-    fit = OutputFit(a)
-    fit.see(read, read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias))
-    found = fit.record()
-    torch.testing.assert_close(found.o, a.o, rtol=1e-5, atol=1e-6)
-    if biased:
-        assert found.o_bias is not None
-        torch.testing.assert_close(found.o_bias, a.o_bias, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("biased", [False, True])
 def test_heads_that_read_nothing_leave_the_output_as_it_is(biased: bool) -> None:
     """Values of zeros: the matrix stays, and the bias takes what is missing."""
     a = record(biased=biased)

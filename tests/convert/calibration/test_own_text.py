@@ -55,16 +55,37 @@ def always(model: Any, *tokens: int) -> None:
     head.bias.data[list(tokens)] = 0.0
 
 
-def test_rows_begin_with_bos_and_are_the_same_for_a_seed(checkpoint: Make, tmp_path: Path) -> None:
-    source = beginning_with_bos(checkpoint("llama"))
+def without_tokenizer(path: Path) -> Path:
+    for file in path.glob("*token*"):
+        file.unlink()
+    return path
+
+
+def ending_with_bos(path: Path) -> Path:
+    """As GPT-2's tokenizer, which puts nothing before a text."""
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<s>"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "starts"),
+    [(beginning_with_bos, {1}), (ending_with_bos, {1}), (without_tokenizer, {7}), (lambda path: path, None)],
+    ids=["BOS before texts", "BOS between texts", "no tokenizer", "any token: a chat model's BOS may open turns alone"],
+)
+def test_rows_begin_as_texts_do_and_are_the_same_for_a_seed(
+    change: Callable[[Path], Path], starts: set[int] | None, checkpoint: Make, tmp_path: Path
+) -> None:
+    source = change(checkpoint("llama", bos_token_id=7 if starts == {7} else 1))
     first = written(source, tmp_path / "a")
-    assert first.shape == (6, 24)
-    assert first.dtype == torch.int64
-    assert set(first[:, 0].tolist()) == {1}
+    assert (first.shape, first.dtype) == ((6, 24), torch.int64)
+    found = set(first[:, 0].tolist())
+    assert found == starts if starts else len(found) > 1
     assert int(first.max()) < Voice.of(Source.parse(str(source))).known, "ids beyond the tokenizer's have no text"
     assert torch.equal(first, written(source, tmp_path / "b"))
     assert not torch.equal(first, written(source, tmp_path / "c", seed=1))
     assert len({tuple(row) for row in first.tolist()}) == 6
+    assert written(source, tmp_path / "short", length=4).shape == (6, 4)
 
 
 def test_a_batch_that_was_kept_is_not_written_again(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,37 +151,37 @@ def test_turns_follow_the_template(checkpoint: Make) -> None:
             assert tuple(talk[place : place + len(wanted)]) == wanted, "the end of a turn is said once"
 
 
-@pytest.mark.parametrize("template", ["{{ nothing.here() }}", "{{ messages[0]['content'] }}", "{% broken"])
-def test_a_template_that_fails_is_said_and_not_used(
-    template: str, checkpoint: Make, warned: Callable[[], list[str]], tmp_path: Path
-) -> None:
-    source = with_template(checkpoint("llama"), template)
-    assert Turns.of(Source.parse(str(source)).tokenizer()) is None
-    (said,) = warned()
-    assert said.startswith("the chat template cannot be used, so the model writes no conversations: ")
-    assert written(source, tmp_path / "kept").shape == (6, 24)
+UNUSED = "the chat template cannot be used, so the model writes no conversations: "
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("template", "reason", "longest"),
+    ("template", "tokens", "said"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 3 seconds", 3),
-        ("{{ 'a' * 2 ** 40 }}", "MemoryError", writing._LONGEST),
+        ("{{ nothing.here() }}", 331, UNUSED),
+        ("{{ messages[0]['content'] }}", 331, UNUSED),
+        ("{% broken", 331, UNUSED),
+        (ENDLESS, 331, f"{UNUSED}it takes more than 3 seconds"),
+        ("{{ 'a' * 2 ** 40 }}", 331, f"{UNUSED}MemoryError"),
+        (TEMPLATE, 40, "the chat template has tokens that the model does not know, so it writes no conversations"),
     ],
-    ids=["loop", "memory"],
 )
-def test_a_template_without_an_end_is_stopped(
+def test_a_template_that_cannot_be_used_is_said_and_not_used(
     template: str,
-    reason: str,
-    longest: int,
+    tokens: int,
+    said: str,
     checkpoint: Make,
     warned: Callable[[], list[str]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writing, "_LONGEST", longest)
-    assert Voice.of(Source.parse(str(with_template(checkpoint("llama"), template)))).turns is None
-    (said,) = warned()
-    assert said == f"the chat template cannot be used, so the model writes no conversations: {reason}"
+    monkeypatch.setattr(writing, "_LONGEST", 3 if template == ENDLESS else writing._LONGEST)
+    source = with_template(checkpoint("llama", vocab_size=tokens, pad_token_id=None), template)
+    assert Voice.of(Source.parse(str(source))).turns is None
+    (found,) = warned()
+    assert found.startswith(said)
+    if template != ENDLESS:
+        assert int(written(source, tmp_path / "kept").max()) < tokens
 
 
 def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
@@ -171,47 +192,12 @@ def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_pat
     assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
 
 
-def test_a_template_of_tokens_that_the_model_lacks_is_not_used(
-    checkpoint: Make, warned: Callable[[], list[str]], tmp_path: Path
-) -> None:
-    source = with_template(checkpoint("llama", vocab_size=40, pad_token_id=None), TEMPLATE)
-    assert Voice.of(Source.parse(str(source))).turns is None
-    assert warned() == ["the chat template has tokens that the model does not know, so it writes no conversations"]
-    assert int(written(source, tmp_path / "kept").max()) < 40
-
-
 def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make) -> None:
     source = with_template(checkpoint("llama"), "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     tokenizer = Source.parse(str(source)).tokenizer()
     turns = Turns.of(tokenizer)
     assert turns is not None
     assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
-
-
-def test_where_texts_begin_with_any_token_so_do_rows(checkpoint: Make, tmp_path: Path) -> None:
-    """A chat model's BOS may open turns alone: its tokenizer does not put it before a text."""
-    source = checkpoint("llama")
-    assert Source.parse(str(source)).tokenizer().bos_token_id == 1
-    assert Voice.of(Source.parse(str(source))).start is None
-    first = written(source, tmp_path / "a")
-    assert len(set(first[:, 0].tolist())) > 1
-    assert written(source, tmp_path / "short", length=4).shape == (6, 4)
-    assert torch.equal(first, written(source, tmp_path / "b"))
-
-
-def test_a_token_between_texts_begins_them(checkpoint: Make, tmp_path: Path) -> None:
-    """As in GPT-2, whose tokenizer puts nothing before a text."""
-    source = checkpoint("llama")
-    file = source / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<s>"}))
-    assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
-
-
-def test_a_model_without_a_tokenizer_writes_too(checkpoint: Make, tmp_path: Path) -> None:
-    source = checkpoint("llama", bos_token_id=7)
-    for file in source.glob("*token*"):
-        file.unlink()
-    assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {7}
 
 
 def test_one_word_again_and_again_is_no_text(tmp_path: Path, checkpoint: Make) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from records import inputs, loss, measured, record, run
-from refitting import SEEN, X, any_refit, changed, latent, merged, refitted_queries
+from records import inputs, loss, measured, random, record, run
+from refitting import SEEN, X, any_refit, changed, fit_of, latent, merged, refitted_queries
 
-from attention.forward import output_error
+from attention.forward import heads_of, output_error
 from attention.record import Attention, Record
 from attention.rope import Pairing
-from convert.calibration import refit
+from convert.calibration import keys, refit, values
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import refitted, sample_for
 from convert.methods.blocks import Blocks
@@ -54,33 +54,32 @@ def test_what_is_exact_stays_exact_in_a_refit(biased: bool, pairing: Pairing) ->
         assert loss(before, all_refitted(before, after), X) < 1e-5
 
 
-@pytest.mark.parametrize("norm", ["head", "layer", "after"])
-def test_queries_keys_and_gains_are_fitted_through_a_norm(norm: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [*({"norm": norm} for norm in ("head", "layer", "after")), {"sinks": True, "nope": 2}], ids=str
+)
+def test_all_but_sinks_is_fitted_also_through_a_norm(kind: dict[str, Any]) -> None:
     x, other = inputs(20, tokens=64, blocks=8), inputs(20, tokens=64, blocks=4, seed=7)
-    a = record(4, 1, 3, 0, 20, norm=norm)
+    a = record(4, 1, 3, **kind)
     after = merged(a, 2)
     fitted = refitted(a, after, Blocks.whole(x), measured(x).attended)
-    assert changed(fitted, after) == {"q", "q_bias", "k", "v", "k_norm"}
+    assert changed(fitted, after) == {"q", "q_bias", "k", "v", *(["k_norm"] if "norm" in kind else [])}
     values_alone = dataclasses.replace(after, v=fitted.v)
-    assert output_error(a, fitted, other) < 0.8 * output_error(a, values_alone, other)
-
-
-def test_heads_with_sinks_are_refitted_and_keep_them() -> None:
-    x, other = Blocks.whole(inputs(20, tokens=64, blocks=8)), inputs(20, tokens=64, blocks=4, seed=7)
-    a = record(4, 1, 3, 2, 20, sinks=True)
-    after = merged(a, 2)
-    fitted = refitted(a, after, x, SEEN)
-    assert changed(fitted, after) == {"q", "q_bias", "k", "v"}
-    assert output_error(a, fitted, other) < 0.9 * output_error(a, after, other)
+    assert output_error(a, fitted, other) < 0.9 * output_error(a, values_alone, other)
     assert loss(a, all_refitted(a, a), X) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_the_same_sample_gives_the_same_record(kind: str) -> None:
-    a = record(4, 2, 3, 2, 20)
-    once, again = (all_refitted(a, latent(a, 6, (0,)) if kind == "mla" else merged(a, 2)) for _ in range(2))
-    for name in ("up_k", "q_rope", "k_rope") if kind == "mla" else ("q", "k", "v"):
-        assert torch.equal(getattr(once, name), getattr(again, name))
+@pytest.mark.parametrize("part", [keys, values])
+def test_sums_of_many_rounded_products_are_not_rounded(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 spans; summed in bfloat16, these are off by 3 to 9 %."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 1)
+    a, x, lacking = record(4, 1, 2, 0, 20), random(600, 20, seed=3), random(600, 20, seed=7)
+    after, spans, found = merged(a, 2), fitted_spans(4, [600])[0], []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(part, "rough", lambda device, dtype=dtype: dtype)
+        fit: Any = fit_of(heads_of(a, x), after, x, 2, spans) if part is keys else values._ValueFit.of(after, x, lacking, spans)
+        found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
+    for exact, rounded in zip(*found, strict=True):
+        assert float((rounded - exact).norm() / exact.norm()) < 0.01
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "o"])
@@ -116,6 +115,7 @@ def test_spans_that_are_fitted_are_bounded_and_there_is_one_at_least(
 ) -> None:
     parts = fitted_spans(heads, [context] * blocks, tokens)
     assert [len(part) for part in parts] == [count] * blocks
+    assert (parts[0] != parts[1]) if (count, heads) == (2, 9) else True, "of every block other ones"
     assert all(span.start < context for part in parts for span in part)
 
 

@@ -111,17 +111,6 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
 # ---- any checkpoint --------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_the_model_without_its_head_will_do(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
-    model.model.save_pretrained(tmp_path)
-    reader = Reader(tmp_path)
-    assert "embed_tokens.weight" in reader.infos
-    stream = stream_of(model, tmp_path / "spool", blocks, reader)
-    stream.embed()
-    stream.advance(0)
-    close(observed(stream, 1), seen_by(model, blocks)[1])
-
-
 def test_what_a_checkpoint_keeps_as_buffers_counts(tmp_path: Path) -> None:
     model, blocks = model_of("apertus"), blocks_of()
     for layer in model.model.layers:
@@ -170,19 +159,6 @@ def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str,
     torch.testing.assert_close(read @ weights["model.layers.0.self_attn.o_proj.weight"].T, attended[0])
     torch.testing.assert_close(hidden, stream.batch(1, 0), rtol=1e-4, atol=1e-4)
     assert unloaded(stream)
-
-
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    model = model_of("mixtral")
-    model.save_pretrained(tmp_path)
-    reader = Reader(tmp_path)
-    reader.infos = {name: info for name, info in reader.infos.items() if ".1.block_sparse_moe.experts.1." not in name}
-    stream = stream_of(model, tmp_path / "spool", blocks_of(), reader)
-    stream.embed()
-    stream.advance(0)
-    message = r"model\.layers\.1\.mlp\.experts\.gate_up_proj is \[1, 64, 64\].*by the config it is \[2, 64, 64\]"
-    with pytest.raises(Failure, match=message):
-        stream.advance(1)
 
 
 # ---- what is in memory and on disk -----------------------------------------------------------------------------------
@@ -252,23 +228,6 @@ def test_two_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     stream.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-
-
-def test_another_stream_goes_on_where_one_was_cut_off(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
-    first = stream_of(model, tmp_path / "spool", blocks)
-    first.embed()
-    first.advance(0)
-
-    def fail(x: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        first.advance(1, fail)
-    second = stream_of(model, tmp_path / "spool", blocks)
-    assert second.ready == {1}
-    second.advance(1)
-    close(observed(second, 2), seen_by(model, blocks)[2])
 
 
 @pytest.mark.parametrize("damage", ["zeros", "a bit", "shorter"])

@@ -115,7 +115,14 @@ def test_statistics_are_the_moments_of_what_layers_see(
 ) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 48)  # 7 blocks as 4 and 3
     model, blocks = model_of(model_type, **changes), blocks_of()
-    known = run_survey(model, tmp_path, blocks)
+    weights = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        assert ".layers.2." not in name or "self_attn" not in name, "inputs of the last layer are all that is wanted"
+        return weights[name]
+
+    stream = stream_of(model, tmp_path / "inputs", blocks, InMemory(model, read))
+    known = survey(stream, Shelf(tmp_path, "source"), records_of(model))
     with torch.inference_mode():
         states = model(blocks, output_hidden_states=True).hidden_states
     for layer, x in enumerate(seen_by(model, blocks)):
@@ -124,6 +131,8 @@ def test_statistics_are_the_moments_of_what_layers_see(
         assert found.second.dtype == found.mean.dtype == torch.float64
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+        ones = direct(torch.nn.functional.pad(x, (0, 1), value=1))
+        torch.testing.assert_close(found.with_constant, ones.second, rtol=1e-4, atol=1e-4)
         energy = states[layer].double().square().sum(-1).reciprocal().mean()  # of the residual stream
         assert found.inverse_energy == pytest.approx(float(energy), rel=1e-4)
         assert found.sample is not None
@@ -131,32 +140,6 @@ def test_statistics_are_the_moments_of_what_layers_see(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
     nothing = InMemory(model, lambda name: pytest.fail(f"{name} is read, although the survey is complete"))
     survey(stream_of(model, tmp_path / "inputs", blocks, nothing), Shelf(tmp_path, "source"), records_of(model))
-
-
-def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
-    model = model_of()
-    weights = model.state_dict()
-
-    def read(name: str) -> torch.Tensor:
-        assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
-        return weights[name]
-
-    stream = stream_of(model, tmp_path / "inputs", blocks_of(), InMemory(model, read))
-    survey(stream, Shelf(tmp_path, "source"), records_of(model))
-    assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
-
-
-def test_moments_are_sums_whatever_the_pieces() -> None:
-    x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0)) + 3
-    pieces = Moments(0, of_blocks(6, 5, 8), random_record(2, 2, pairs=2, nope=0, width=8, biased=False))
-    for part in x.split([1, 3, 2]):
-        pieces.see(part)
-    found, expected = pieces.statistics(), direct(x)
-    torch.testing.assert_close(found.second, expected.second, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-6)
-    assert found.tokens == 30
-    ones = torch.cat((x, torch.ones(6, 5, 1)), -1)
-    torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
 
 
 def test_without_a_record_attention_is_assumed() -> None:

@@ -26,39 +26,23 @@ def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | Non
     return write_shard(path, tensors, {name: info.dtype for name, info in infos.items()})
 
 
-def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", TENSORS)
-    back = load_file(tmp_path / "model.safetensors")
-    assert back.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert back[name].dtype == tensor.dtype
-        assert torch.equal(back[name], tensor), name
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_writing_in_small_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "whole.safetensors", TENSORS, torch.bfloat16)
-    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", 8)
-    write(tmp_path / "chunks.safetensors", TENSORS, torch.bfloat16)
-    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "chunks.safetensors").read_bytes()
-
-
-def test_a_dtype_casts_floats_and_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path / "m.safetensors", TENSORS, torch.float16)
-    back = load_file(tmp_path / "m.safetensors")
-    assert torch.equal(back["a.weight"], TENSORS["a.weight"].half())
-    assert torch.equal(back["b.weight"], TENSORS["b.weight"].half())
-    assert back["c.flags"].dtype == torch.bool
-    assert back["d.ids"].dtype == torch.int64
-
-
-def test_views_are_written_as_they_look(tmp_path: Path) -> None:
-    whole = torch.randn(6, 4)
-    views = {"transposed": whole.T, "strided": whole[::2]}
-    write(tmp_path / "m.safetensors", views)
-    back = load_file(tmp_path / "m.safetensors")
-    assert torch.equal(back["transposed"], whole.T)
-    assert torch.equal(back["strided"], whole[::2])
+@pytest.mark.parametrize("chunk", [2**20, 8, 3])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_what_is_written_is_what_safetensors_reads(
+    dtype: torch.dtype | None, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dtype casts floats and nothing else; views are written as they look; the checksum is that of the file."""
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", chunk)
+    file, matrix = tmp_path / "model.safetensors", torch.randn(6, 4)
+    tensors = TENSORS | {"transposed": matrix.T, "strided": matrix[::2], "odd": torch.arange(9).to(torch.bfloat16)[1:8]}
+    found, back = write(file, tensors, dtype), load_file(file)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        assert back[name].dtype == expected.dtype
+        assert torch.equal(back[name], expected), name
+    assert found == checksum(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -93,12 +77,6 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeyp
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_a_view_at_an_odd_offset_is_written(tmp_path: Path) -> None:
-    whole = torch.arange(9).to(torch.bfloat16)
-    write(tmp_path / "m.safetensors", {"x": whole[1:8]})
-    assert torch.equal(load_file(tmp_path / "m.safetensors")["x"], whole[1:8])
-
-
 def test_an_index_lists_every_tensor(tmp_path: Path) -> None:
     names = shard_names(2)
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -128,14 +106,6 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     return seen
-
-
-@pytest.mark.parametrize("chunk", [2**20, 3])
-def test_the_checksum_is_that_of_the_file(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", chunk)
-    found = write(tmp_path / "m.safetensors", TENSORS, torch.bfloat16)
-    assert found == checksum(tmp_path / "m.safetensors")
-    assert found == hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
 
 
 def test_a_shard_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from latents import SMALL
 from written import Convert, Find, Make, edit, ok, read, refused
 
+from attention.errors import Refusal
+from convert.arguments.sizes import parse_budget
 from convert.command import removed
 from convert.command.cli import main
-from convert.methods import GROUPED, LATENT
 
 TEXT = "Once there was a cat. It sat on the mat, and the mat was flat.\n" * 60
 
@@ -98,45 +99,23 @@ def test_a_stdout_that_is_full_is_said_apart_from_the_work(
     assert (tmp_path / "out" / "conversion.json").exists()
 
 
-def test_eval_writes_the_report_and_holds_the_gate(finished: Find, convert: Convert, text: Path, tmp_path: Path) -> None:
-    made = finished("heads")
+def test_eval_and_bench_print_their_reports_and_a_missed_gate_has_a_code(
+    finished: Find, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    made, out = finished("heads"), tmp_path / "speed"
     command = ("eval", made.source, made.path, "--text", text, "-q")
     report = json.loads(ok(convert(*command, "--json", "--output", tmp_path / "report")).stdout)
-    assert [(entry["kind"], entry["cache_ratio"]) for entry in report["models"]] == [("GQA-4", 1), ("GQA-2", 0.5)]
     assert read(tmp_path / "report" / "report.json") == report
-    ratio = report["models"][1]["perplexity"] / report["models"][0]["perplexity"]
-    ok(convert(*command, "--max-perplexity-ratio", ratio * 1.01))
-    gated = convert(*command, "--max-perplexity-ratio", ratio * 0.99)
+    gated = convert(*command, "--max-perplexity-ratio", 0.01)
     assert (gated.exit_code, "the limit is" in gated.stderr) == (3, True)
-
-
-def test_bench_measures_and_writes(finished: Find, convert: Convert, tmp_path: Path) -> None:
-    made, out = finished("heads"), tmp_path / "speed"
-    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 1, "--steps", 2, "--device", "cpu")
-    result = ok(convert("bench", made.source, made.path, *sizes, "--json", "--output", out, "-q"))
-    report = json.loads(result.stdout)
-    assert result.stderr == ""
-    assert [(entry["kind"], entry["dtype"]) for entry in report["models"]] == [("GQA-4", "float32"), ("GQA-2", "float32")]
-    assert [(row["batch"], row["context"]) for row in report["models"][1]["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
-    assert read(out / "bench.json") == report
-    refused(convert("bench", made.source, *sizes, "--output", out), 2, "bench.json exists")
+    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 1, "--steps", 1, "--device", "cpu")
+    result = ok(convert("bench", made.source, *sizes, "--json", "--output", out, "-q"))
+    assert read(out / "bench.json") == json.loads(result.stdout)
+    cases = [(row["batch"], row["context"]) for row in read(out / "bench.json")["models"][0]["cases"]]
+    assert (cases, result.stderr) == ([(1, 8), (1, 16), (2, 8), (2, 16)], "")
     again = convert("bench", made.source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
     assert again.stdout.startswith("| batch | context | model ")
     assert f"report: {out / 'bench.json'}" in again.stderr
-
-
-def test_an_interrupted_bench_writes_nothing(
-    shelf: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from eval.speed import bench
-
-    def interrupt(*given: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "spread", interrupt)  # the last round is done
-    result = convert("bench", shelf(), "--context", 8, "--rounds", 1, "--output", tmp_path / "speed")
-    refused(result, 130, "interrupted")
-    assert not (tmp_path / "speed").exists()
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -170,51 +149,42 @@ def test_configs_that_cannot_be_converted(
 
 
 @pytest.mark.parametrize(
-    ("budget", "values"),
-    # The source caches 3 layers × 64 values × 4 bytes = 768 bytes per token.
-    [("12.5%", 8), ("50%", 32), ("100%", 64), ("384", 32), ("0.3KB", 25), ("384B", 32), (" 50 % ", 32)],
-)
-def test_a_budget_is_kept(budget: str, values: int, shelf: Make, convert: Convert, tmp_path: Path) -> None:
-    plan = json.loads(ok(convert("mla", shelf(), tmp_path / "o", "--kv-budget", budget, "--dry-run", "--json")).stdout)
-    assert plan["kv_lora_rank"] + plan["qk_rope_head_dim"] in (values, values - 1)
-    assert plan["kv_bytes_per_token_after"] <= values * 12
+    ("budget", "share", "size"),
+    [
+        ("12.5%", 0.125, None), ("100%", 1, None), (" 50 % ", 0.5, None), ("384", None, 384), ("0.3KB", None, 300),
+        ("384B", None, 384), ("1KiB", None, 1024),
+    ],
+)  # fmt: skip
+def test_a_budget_is_a_share_or_bytes(budget: str, share: float | None, size: int | None) -> None:
+    assert parse_budget(budget) == (share, size)
+
+
+@pytest.mark.parametrize("budget", ["0%", "150%", "a little", "-4096", "0B", "5 parsecs"])
+def test_what_is_no_budget_is_refused(budget: str) -> None:
+    with pytest.raises(Refusal, match="invalid"):
+        parse_budget(budget)
 
 
 GQA = ["gqa", "M", "OUT", "--groups", 1]
 MLA = ["mla", "M", "OUT", *SMALL]
 EVAL = ["eval", "M"]
 # Arguments, exit code and message. M is a model whose weights cannot be read, T a text; EMPTY and FILE are files.
+# What functions refuse, too, is refused in their tests.
 MISTAKES: list[tuple[list[Any], int, str]] = [
-    # budgets and sizes
-    (["mla", "M", "OUT", "--kv-budget", "0%"], 2, "invalid budget '0%'"),
-    (["mla", "M", "OUT", "--kv-budget", "150%"], 2, "invalid budget '150%'"),
-    (["mla", "M", "OUT", "--kv-budget", "a little"], 2, "invalid budget 'a little'"),
     (["mla", "M", "OUT", "--kv-budget", "-4096"], 2, "invalid budget '-4096'"),
-    (["mla", "M", "OUT", "--kv-budget", "3%"], 2, "a budget of 23 bytes per token is too small for any rank"),
-    (["mla", "M", "OUT", "--kv-lora-rank", 16], 2, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
-    ([*MLA, "--kv-budget", "50%"], 2, "give either --kv-budget or"),
     ([*GQA, "--max-shard-size", "5 parsecs"], 2, "invalid size"),
-    # methods and texts
     ([*MLA, "--method", "magic"], 2, "'magic' is not one of"),
-    ([*MLA, "--method", "pca", "--text", "T", "--freqfold", 3], 2, "cannot fold 4 frequencies by 3"),
-    ([*MLA, "--method", "svd", "--text", "T"], 2, "method svd looks at weights only and has no use for --text"),
     ([*MLA, "--method", "pca", "--text", "missing.txt"], 2, "does not exist"),
     ([*MLA, "--text", "T", "--refine", 0], 2, "0 is not in the range x>=1"),
     ([*MLA, "--text", "T", "--no-text"], 2, "give either a text to calibrate on or --no-text"),
     ([*MLA, "--text", "T", "--text-shares", "1,2"], 2, "2 --text-shares for 1 --text"),
     ([*MLA, "--text", "T", "--text-shares", "0"], 2, "'0' is not a list of shares"),
     ([*MLA, "--text", "T", "--text", "self", "--text-shares", "nan,1"], 2, "is not a list of shares"),
-    ([*MLA, "--text", "T", "--text", "self", "--text-shares", "1e308,1e308"], 2, "give a number above 0 and at most 1e+12 for"),
     ([*MLA, "--text", "T", "--text", "T"], 2, "the same --text is given twice"),
     ([*GQA, "--evaluate", "EMPTY"], 1, "is empty"),
-    # paths and devices
-    (["gqa", "./nowhere", "OUT", "--groups", 1], 2, "no model directory './nowhere'"),
     (["gqa", "some/where", "OUT", "--groups", 1], 1, "cannot get 'some/where' from the Hub"),
     (["gqa", "M", "M", "--groups", 1], 2, "lie inside each other"),
-    (["gqa", "M", "FILE", "--groups", 1], 2, "is a file"),
-    ([*GQA, "--device", "quantum"], 2, "no device 'quantum'"),
     ([*GQA, "--device", "cpu:3"], 2, "device 'cpu:3' is not supported"),
-    ([*GQA, "--device", "cuda:99"], 1, "this machine has no device 'cuda:99'"),
     (["plan", "M", "--gpu", "large"], 2, "is not a GPU"),
     (["plan", "M", "--gpu", "large=inf"], 2, "is not a GPU"),
     (["plan", "M", "--gpu", "a100"], 2, "A100 comes with 40 or 80 GB: say which, as in A100=40"),
@@ -223,16 +193,10 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
         ["gqa", "M", ""], ["heal", "M", ""], ["sweep", "M", "", "--evaluate", "T"], ["demo", "--output", ""],
         [*EVAL, "--text", "T", "--output", ""], ["bench", "M", "--output", ""],
     )),
-    # evaluation and speed
     ([*EVAL, "--text", "EMPTY"], 1, "is empty"),
-    ([*EVAL, "--text", "missing.txt"], 2, "does not exist"),
     (EVAL, 2, "give either a text or a dataset to evaluate on\nhint: --text FILE or --dataset NAME"),
-    ([*EVAL, "--text", "T", "--context", 4096], 2, "a context of 4096 tokens exceeds the 128 positions"),
     (["bench"], 2, "Missing argument 'MODEL...'"),
-    (["bench", "./nowhere"], 2, "no model directory './nowhere'"),
     (["bench", "M", "--batch", "1,0"], 2, "0 is not in the range x>=1"),
-    (["bench", "M", "--context", "1"], 2, "context is 1; it must be at least 2"),
-    (["bench", "M", "--context", "64,1M"], 2, "a context of 1000000 tokens exceeds the 128 positions"),
     (["bench", "M", "--dtype", "int8"], 2, "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
     (["bench", "M", "--context", 8], 1, "cannot load"),
     (["cache", "clear"], 2, "cache was removed: nothing is kept between runs"),
@@ -268,17 +232,13 @@ def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_
     source, out, text = checkpoint(name=HOSTILE), tmp_path / f"out{HOSTILE}", tmp_path / f"text{HOSTILE}"
     text.write_text(TEXT)
     for arguments in [
-        ("inspect", source),
         ("plan", source, "--gpu", f"{HOSTILE}=3"),
         ("plan", source, "--gpu", HOSTILE),
-        ("gqa", source, out, "--groups", 2, "--dry-run"),
         ("gqa", source, out, "--groups", 2, "--text", text, "--evaluate", text, "--calibration-tokens", 256),
         ("gqa", source, out, "--groups", 2),
         ("gqa", source, tmp_path / "new", "--groups", 2, "--text", f"{text}.none"),
-        ("gqa", source, tmp_path / "new", "--groups", HOSTILE),
         ("eval", source, out, "--text", text, "--max-tokens", 256, "--output", tmp_path / f"report{HOSTILE}"),
         ("run", out, tmp_path / f"again{HOSTILE}"),
-        ("run", out, tmp_path / "new", f"--{HOSTILE}=1"),
         ("inspect", tmp_path / f"none{HOSTILE}"),
         (HOSTILE,),
         (f"--{HOSTILE}",),
@@ -310,9 +270,3 @@ def test_every_command_has_help_with_an_example(name: str, convert: Convert) -> 
     shown = convert(name, "--help")
     assert shown.exit_code == 0
     assert f"Example: convert {name}" in shown.stdout
-
-
-def test_method_choices_are_the_registry() -> None:
-    for name, known in (("gqa", GROUPED), ("mqa", GROUPED), ("mla", LATENT)):
-        (method,) = (p for p in main.commands[name].params if p.name == "method")
-        assert tuple(method.type.choices) == known  # type: ignore[attr-defined]

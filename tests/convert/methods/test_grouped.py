@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging import merge, record, repeated, run
+from merging import merge, record, repeated
+from records import inputs, run
 
-from convert.methods import GROUPED
+from convert.methods import GROUPED, load_grouped
 
 
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
@@ -36,11 +37,15 @@ def test_equal_heads_merge_into_themselves_bit_for_bit(
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
 def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) -> None:
     sinks = torch.arange(8).bfloat16()
+    found = load_grouped(method)
+    assert found.name == method
+    assert found.summary
+    assert found.source.startswith("arXiv:") or method == "aligned"
     for groups in (1, 2):
         merged = merge(method, replace(record(norm=norm), sinks=sinks), groups)
         assert merged.num_kv_heads == groups
         assert merged.v.shape == (groups, 6, 10)
-        assert torch.isfinite(run(replace(merged, sinks=None))).all()
+        assert torch.isfinite(run(replace(merged, sinks=None), inputs(10))).all()
         assert merged.sinks is sinks
 
 

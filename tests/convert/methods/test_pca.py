@@ -9,28 +9,15 @@ import numpy as np
 import pytest
 import torch
 from factoring import PAIRINGS, every_pair, factor, full_rank, turned_copies, unturning
-from records import inputs, loss, random, record
+from records import inputs, loss, record
 
 from attention.rope import Pairing, Rotary
-from convert.methods.frequencies import pairs_by_stride
 from convert.methods.latent import Allocation
 
 
 def test_a_real_rotation_cannot_undo_turned_copies() -> None:
     a, kept = turned_copies(record(groups=4, width=30)), (0, 1, 2)
     assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept))) > 1e-2
-
-
-@pytest.mark.parametrize("times", [2, 4])
-def test_pca_of_exact_copies_is_lossless_where_each_has_its_component(times: int) -> None:
-    few = record(groups=2, width=40)
-    names = ("k", "v", "k_bias", "v_bias")
-    a = dataclasses.replace(few, **{name: getattr(few, name).repeat_interleave(times, 0) for name in names})
-    a = dataclasses.replace(a, q=random(2 * times, 6, 40, seed=8) * 0.2, o=random(40, 2 * times, 6, seed=9) * 0.2,
-                            q_bias=None)  # fmt: skip
-    kept = every_pair(few)
-    assert loss(a, factor("svd", a, Allocation(12, kept))) < 1e-5
-    assert loss(a, factor("pca", a, Allocation(12, kept))) < 1e-5
 
 
 # ---- frequency folding -----------------------------------------------------------------------------------------------
@@ -45,22 +32,6 @@ def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pair
     same = dataclasses.replace(a, rotary=Rotary(equal, pairing))
     assert loss(same, factor("pca", same, Allocation(full_rank(same, kept), kept, fold))) < 1e-5
     assert loss(a, different) > 1e-2
-
-
-@pytest.mark.parametrize("fold", [2, 4])
-def test_folded_frequencies_share_their_components(fold: int) -> None:
-    """Keys whose rows within a band are real multiples of one: a single component of each band carries them all."""
-    a, bands = record(groups=2, pairs=4, width=40, biased=False), 4 // fold
-    assert a.rotary is not None
-    numbers = a.rotary.to_complex(a.k)[0][:1, :bands].repeat_interleave(fold, 1) * random(2, 4, 1, seed=3)
-    equal = (1.3 * 0.4 ** torch.arange(bands, dtype=torch.float64)).repeat_interleave(fold)
-    rotary = Rotary(equal)
-    a = dataclasses.replace(a, k=rotary.from_complex(numbers), rotary=rotary)
-    kept = pairs_by_stride(2 * bands, 8)
-    assert kept == tuple(range(0, 4, fold))
-    assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept, fold))) < 1e-5
-    single = dataclasses.replace(a, k=random(2, 8, 40, seed=11))
-    assert loss(single, factor("pca", single, Allocation(full_rank(a, kept), kept, fold))) > 1e-2
 
 
 # ---- the published formula -------------------------------------------------------------------------------------------
@@ -114,11 +85,3 @@ def test_pca_is_the_published_formula(fold: int) -> None:
     keys = rho * np.stack(back, 1) @ projected[: len(rest)]
     np.testing.assert_allclose(unturning(found, 2)[: groups * 2 * pairs], keys, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(unturning(found, 2)[groups * 2 * pairs :], projected[len(rest) :], rtol=1e-3, atol=1e-4)
-
-
-def test_pca_looks_at_the_text() -> None:
-    a, size = record(groups=4, width=30, biased=False), Allocation(8, (0, 1, 2))
-    texts = [inputs(30) * torch.logspace(0, -3, 30), inputs(30) * torch.logspace(-3, 0, 30)]
-    own, other = (factor("pca", a, size, x) for x in texts)
-    assert loss(a, own, texts[0]) < 0.5 * loss(a, other, texts[0])
-    assert loss(a, other, texts[1]) < 0.8 * loss(a, own, texts[1])
