@@ -49,7 +49,7 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings, device = plan.source, EvaluationSettings(device=plan.device), torch.device(plan.runs_on)
+    source, settings, device = plan.source, EvaluationSettings(device=plan.request.device), torch.device(plan.runs_on)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
     if held_out and texts:

@@ -40,7 +40,11 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("gqa", model, output, given["groups"], given)
+    from convert.planning.grouped import plan_grouped
+
+    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    request = request_of(model, output, given)
+    return _converted(plan_grouped(request, "gqa", given["groups"], method, output_class, given["cache_dtype"]), given)
 
 
 @overload
@@ -61,17 +65,11 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("mqa", model, output, 1, given)
-
-
-def _grouped(
-    command: str, model: str | Path, output: str | Path, groups: int, given: Mapping[str, Any]
-) -> Conversion | PlannedConversion:
     from convert.planning.grouped import plan_grouped
 
     method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
-    plan = plan_grouped(request_of(model, output, given), command, groups, method, output_class, given["cache_dtype"])
-    return _converted(plan, given)
+    request = request_of(model, output, given)
+    return _converted(plan_grouped(request, "mqa", 1, method, output_class, given["cache_dtype"]), given)
 
 
 @overload
@@ -109,8 +107,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         per_layer_ranks=given["per_layer_ranks"],
         cache_dtype=given["cache_dtype"],
     )
-    plan = plan_latent(request, latent, method)
-    return _converted(plan, given)
+    return _converted(plan_latent(request, latent, method), given)
 
 
 def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
@@ -119,7 +116,9 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     from convert.output.destination import Output
     from convert.planning.base import Request
     from convert.planning.calibration import CalibrationOptions
+    from eval.machine.device import require_device
 
+    require_device(given["device"])
     source = Source.parse(str(model), given["trust_remote_code"])
     if given["dtype"] is not None:
         dtype_bytes(given["dtype"])

@@ -81,7 +81,7 @@ def checked(
         Failure: The result does not run, or gives logits that are not finite.
     """
     there = isinstance(opening, Opened) and opening.holds(plan.source)
-    if not there and (missing := lacks_room(plan.source, device)):
+    if not there and (missing := lacks_room(plan.source.config, device)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     samples = [*_own(plan, device, kept, progress), *given]

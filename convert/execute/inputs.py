@@ -16,7 +16,7 @@ from convert.execute.checking import own_sample
 from convert.output.destination import without_text
 from convert.output.provenance import versions
 from convert.output.writing import Work
-from convert.planning.base import Plan, location_of
+from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.machine.device import rough
 from eval.quality.opened import Opened
@@ -51,7 +51,7 @@ def directory_of(plan: Plan, work: Work, shared: Path | None, *of: Any) -> Path:
     if shared is None:
         return work.steps
     source = plan.source
-    made_from = [location_of(source), source.raw, source.fingerprint, *of, plan.runs_on, versions()]
+    made_from = [plan.location, source.raw, source.fingerprint, *of, plan.runs_on, versions()]
     directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory

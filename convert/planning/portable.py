@@ -9,7 +9,7 @@ from attention.errors import Refusal
 from convert import methods
 from convert.hosts import PORTABLE
 from convert.methods.text import TextUse
-from convert.planning.base import unfit
+from convert.planning.allowed import unfit
 from convert.planning.calibration import calibration_for, with_own_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import Calibration, CalibrationOptions
-    from eval.inputs.source import Source
 
 
 def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
@@ -44,7 +43,7 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
 
 
 def latent_calibration(
-    source: Source, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
+    positions: int | None, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
 ) -> Calibration | None:
     """The calibration of a latent, in any output class; None without text.
 
@@ -54,7 +53,7 @@ def latent_calibration(
     if host.portable:
         calibration = _portable_calibration(method, calibration)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
-    text = calibration_for(source, method, calibration, without)
+    text = calibration_for(positions, method, calibration, without)
     if per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return text

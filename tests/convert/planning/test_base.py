@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from attention.errors import Refusal
 from convert.families import FAMILIES
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request, convertible, readable, text_notes
-from convert.planning.calibration import Calibration, CalibrationOptions
+from convert.planning.allowed import convertible, readable
+from convert.planning.base import Plan, Request
+from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import inspection
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
@@ -156,10 +158,8 @@ HIDDEN = "only outputs are refitted:"
     ],
 )
 def test_what_cannot_be_refitted_is_remarked(
-    model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources
+    model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources, output: Output
 ) -> None:
-    made = source(model_type, **changes)
-    text = Calibration(texts_of("some.txt", None), 640, 64, refit, 0, 64)
-    traits = readable(made).traits
-    expected = [] if note is None else [note]
-    assert text_notes(load_grouped("aligned"), text, traits) == expected
+    text = replace(TEXT, refit=refit, refine=0, heal=0)
+    plan = plan_grouped(Request(source(model_type, **changes), output, text, "cpu"), "gqa", 2, load_grouped("aligned"))
+    assert [said for said in plan.notes if said.startswith(HIDDEN)] == ([] if note is None else [note])

@@ -30,7 +30,7 @@ METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
 
 
 def decided(source: Source, method: str = "weighted", **options: Any) -> Calibration | None:
-    return calibration_for(source, METHODS[method], CalibrationOptions(**options), ["svd", "mean"])
+    return calibration_for(source.max_positions, METHODS[method], CalibrationOptions(**options), ["svd", "mean"])
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
