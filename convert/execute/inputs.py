@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from convert.calibration.own_text import own_text
 from convert.execute.checking import own_sample
 from convert.output.destination import without_text
 from convert.output.provenance import versions
-from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.machine.device import rough
@@ -25,8 +25,11 @@ from eval.terminal.progress import Progress
 
 def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
     """List the inputs that decide the result's bytes, without its healing, which a resumed run may leave out."""
+    command, options = plan.recipe
     return {
-        **_settings(plan),
+        "command": command,
+        **without_text(options),
+        "heal": None,
         "device": plan.runs_on,
         "rough_products_in": str(rough(torch.device(plan.runs_on))),
         "config": plan.source.raw,
@@ -37,32 +40,18 @@ def inputs_of(plan: Plan, texts: GivenTexts | None) -> dict[str, Any]:
     }
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
-    return {"command": plan.recipe.command, **without_text(plan.recipe.options), "heal": None}
-
-
-def healing_of(plan: Plan) -> dict[str, Any]:
-    """Name the tokens of the healing, the one input that a resumed run may leave out."""
-    return {"heal": plan.calibration.heal if plan.calibration else None}
-
-
-def directory_of(plan: Plan, work: Work, shared: Path | None, *of: Any) -> Path:
-    """The directory that keeps what depends on the source and on `of`: that of this conversion, or a shared one."""
-    if shared is None:
-        return work.steps
-    source = plan.source
-    made_from = [plan.location, source.raw, source.fingerprint, *of, plan.runs_on, versions()]
+def shared_directory(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
+    """The directory, in one for several conversions, that keeps what depends on their source and on `of`."""
+    made_from = [*(inputs[name] for name in ("model", "config", "files")), *of, inputs["device"], inputs["versions"]]
     directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
-def statistics_directory(plan: Plan, work: Work, text: CalibrationText | None, shared: Path | None) -> Path:
+def statistics_directory(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
     """The directory of the statistics of the source on this text."""
-    if text is None:
-        return work.steps
-    seen, behind_norms = text.surveyed(), ["behind norms"] if plan.reads_projections else []
-    return directory_of(plan, work, shared, seen.tokens.hash, seen.blocks.lengths, *behind_norms)
+    seen = text.surveyed()
+    return shared_directory(inputs, shared, seen.tokens.hash, seen.blocks.lengths, *(["behind norms"] if behind_norms else []))
 
 
 def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
@@ -74,5 +63,5 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
         ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
-                own_sample(plan, device, kept, progress, opened)
+                own_sample(plan.source, plan.seed, device, kept, progress, opened)
     return ids

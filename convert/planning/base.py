@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import rounding_of
+from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
@@ -192,6 +193,16 @@ class Plan:
         return Calibrated(found, of, found) if found < of else None
 
     @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of the source, of no dims without RoPE."""
+        return self.family.first_rotary or no_rotary()
+
+    @property
+    def layout(self) -> Family:
+        """The family of the result's tensors."""
+        return self.target.host.layout(self.family)
+
+    @property
     def _rotary_dims(self) -> int:
         """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
         return self.before.rotary_keys * rotary_dim(self.family) if self.target.spec.kv_lora_rank else 0
@@ -231,7 +242,7 @@ class Plan:
 
     @property
     def layer_steps(self) -> tuple[str, ...]:
-        """The steps that follow the method in each layer, by their names in `convert.execute.steps`."""
+        """The steps that follow the method in each layer, by name."""
         refit = self.calibration is not None and self.calibration.refit
         return self.target.layer_steps(refit)
 
@@ -283,7 +294,7 @@ class Plan:
             "calibration": self.calibration.as_options() if self.calibration else None,
             "output_class": target.host.name,
             "loads_in": target.host.loads_in,
-            "model_type": target.host.layout(self.family).model_type,
+            "model_type": self.layout.model_type,
             "cache_dtype": self.cache_dtype,
             "kv_bytes_per_token_before": held[0],
             "kv_bytes_per_token_after": held[1],

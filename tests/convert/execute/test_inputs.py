@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from written import Make, edit
 
-from convert.execute.inputs import healing_of, inputs_of
+from convert.execute.inputs import inputs_of
 from convert.methods import load_grouped
 from convert.output.destination import Output
 from convert.planning.base import Request
@@ -29,7 +29,6 @@ def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = 
     request = Request(Source.parse(str(source)), Output(source.with_name("out")), text, "cpu")
     plan = plan_grouped(request, "gqa", groups, load_grouped(method))
     assert plan.calibration is not None
-    assert healing_of(plan) == {"heal": plan.calibration.heal}
     return inputs_of(plan, GivenTexts.read(plan.source, plan.calibration))
 
 
