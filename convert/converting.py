@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from convert.execute.checking import Sample, checked
+from convert.execute.checking import Sample, checked, written
 from convert.execute.conversion import Conversion
-from convert.execute.inputs import inputs_of, shared_directory, statistics_directory, written
 from convert.execute.job import Job
 from convert.execute.layers import convert_layers
 from convert.execute.manifest import loadable_manifest
@@ -20,7 +23,7 @@ from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
-from convert.planning.calibration import GivenTexts
+from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import OneText, text_of
 from eval.quality.evaluation import prepare
@@ -55,19 +58,19 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
     if held_out and texts:
         warn_of_overlap(held_out, texts.whole, "calibration")
-    inputs, heal = inputs_of(plan, texts), {"heal": plan.calibration.heal if plan.calibration else None}
+    inputs, heal = plan.inputs(texts.hashes if texts else []), {"heal": plan.calibration.heal if plan.calibration else None}
     manifest = loadable_manifest(plan)
     with writing("conversion", plan.output, [source], inputs, heal) as work:
         if work.provenance:
             return Conversion(plan, work.provenance)
-        own_texts = shared_directory(inputs, shared) if shared else work.steps
+        own_texts = _shared(inputs, shared) if shared else work.steps
         text = texts.with_own(written(plan, own_texts, progress)) if texts else None
         if text:
             for remark in text.remarks(plan.channels):
                 _log.warning(remark)
             if text.own is not None:
                 write_own_text(work.path, text.own)
-        statistics = statistics_directory(inputs, shared, text, plan.reads_projections) if shared and text else work.steps
+        statistics = _for_statistics(inputs, shared, text, plan.reads_projections) if shared and text else work.steps
         job = Job(plan, manifest, work, text, device, progress, statistics)
         with work.kept_without_memory(device, _LESS_MEMORY):
             provenance = convert_layers(job)
@@ -84,3 +87,17 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
                     work, provenance, models, "converted", evaluate_on, settings, tokens, progress, opened
                 )
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
+
+
+def _shared(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
+    """The directory, in one for several conversions, that keeps what depends on their source and on `of`."""
+    made_from = [*(inputs[name] for name in ("model", "config", "files")), *of, inputs["device"], inputs["versions"]]
+    directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _for_statistics(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
+    """The directory of the statistics of the source on this text."""
+    seen = text.surveyed()
+    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, *(["behind norms"] if behind_norms else []))

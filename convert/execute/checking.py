@@ -1,7 +1,8 @@
-"""The check at the end of a conversion: what its result loses on text that nothing was fitted to, its source's own among it."""
+"""The text that a source writes, and the check at the end: what a result loses on that and on what nothing was fitted to."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -105,6 +106,19 @@ def checked(
     ]
     _judge(found, vocabulary, plan.request.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
     return {"texts": found}
+
+
+def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
+    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
+        return None
+    device = torch.device(plan.runs_on)
+    with Opened() as opened:
+        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
+        if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
+            with contextlib.suppress(KvfoldError):
+                own_sample(plan.source, plan.seed, device, kept, progress, opened)
+    return ids
 
 
 def own_sample(

@@ -16,12 +16,13 @@ from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
-from convert.output.provenance import Recipe
+from convert.output.destination import without_text
+from convert.output.provenance import Recipe, versions
 from convert.planning.bounds import rotary_dim
 from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
-from eval.machine.device import compute_device
+from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
     from attention.formats import Format
@@ -275,6 +276,26 @@ class Plan:
             **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
         return Recipe(self.target.command, options)
+
+    def inputs(self, texts: list[str | None]) -> dict[str, Any]:
+        """All that decides the result's bytes, without its healing, which a resumed run may leave out.
+
+        Args:
+            texts: The hash of each calibration text; None for the model's own.
+        """
+        command, options = self.recipe
+        return {
+            "command": command,
+            **without_text(options),
+            "heal": None,
+            "device": self.runs_on,
+            "rough_products_in": str(rough(compute_device(self.runs_on))),
+            "config": self.source.raw,
+            "files": self.source.fingerprint,
+            "calibration_hashes": texts,
+            "rows_to_write": self.calibration.rows_to_write if self.calibration else 0,
+            "versions": versions(),
+        }
 
     def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""

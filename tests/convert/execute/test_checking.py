@@ -131,7 +131,7 @@ def test_a_repeated_conversion_reads_what_was_written(
         raise AssertionError("it is not written again")
 
     made = finished("own text")
-    monkeypatch.setattr("convert.execute.inputs.own_text", other)
+    monkeypatch.setattr("convert.execute.checking.own_text", other)
     ok(convert("run", made.path, tmp_path / "again"))
     same_but_for_the_run(made.path, tmp_path / "again")
     shutil.copytree(made.path / "calibration", tmp_path / "calibration")
