@@ -21,7 +21,6 @@ from convert.execute.layer import adapted
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
-from convert.output.writing import Work
 from convert.planning.targets import Choice, LatentTarget
 from eval.terminal.progress import stage
 
@@ -38,17 +37,11 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     Raises:
         Failure: Weights or activations are not finite.
     """
-    choice = _recalled(job.work)
-    if choice is None:
-        choice = _chosen(job, target, statistics)
-        job.work.remember("choice", asdict(choice))
+    if kept := job.work.recall("choice"):  # of an interrupted run
+        return Choice(tuple(kept["pairs"]), kept["pursued"], tuple(kept["tried"]), tuple(kept["ranks"]))
+    choice = _chosen(job, target, statistics)
+    job.work.remember("choice", asdict(choice))
     return choice
-
-
-def _recalled(work: Work) -> Choice | None:
-    """The choice of an interrupted run, or None."""
-    kept = work.recall("choice")
-    return None if kept is None else Choice(tuple(kept["pairs"]), kept["pursued"], tuple(kept["tried"]), tuple(kept["ranks"]))
 
 
 def _chosen(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:

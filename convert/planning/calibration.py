@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
+from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
@@ -264,16 +264,13 @@ def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
-def calibration_for(
-    positions: int | None, method: Method, wanted: CalibrationOptions, without: Sequence[str]
-) -> Calibration | None:
+def calibration_for(positions: int | None, method: Method, wanted: CalibrationOptions) -> Calibration | None:
     """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:
         positions: The most that the source supports; None if its config does not say.
         method: The method of the conversion.
         wanted: The user's options.
-        without: Names of methods that need no text.
 
     Raises:
         Refusal: The method needs text and has none, or cannot use it.
@@ -281,6 +278,7 @@ def calibration_for(
     if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine or wanted.heal:
         wanted = with_own_text(wanted)
     if not wanted.texts and method.text is TextUse.NEEDED:
+        without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
         raise Refusal(
             f"method {method.name} needs text to calibrate on",
             hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",

@@ -119,8 +119,7 @@ def _calibration(
     """
     if host.portable:
         calibration = _portable_calibration(method, calibration)
-    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
-    text = calibration_for(positions, method, calibration, without)
+    text = calibration_for(positions, method, calibration)
     if per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return text
