@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from convert.execute.card import model_card
-from convert.execute.checking import Sample, checked
+from convert.execute.checking import Sample, checked, written
 from convert.execute.conversion import Conversion
-from convert.execute.inputs import directory_of, healing_of, inputs_of, statistics_directory, written
 from convert.execute.job import Job
-from convert.execute.layers import convert_layers, loadable_manifest, reader_of
-from convert.execute.provenance import with_healing
+from convert.execute.layers import convert_layers
+from convert.execute.manifest import loadable_manifest
+from convert.execute.provenance import model_card, with_healing
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
-from convert.planning.calibration import GivenTexts
+from convert.planning.calibration import CalibrationText, GivenTexts
 from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.text import Text
+from eval.inputs.text import OneText, text_of
 from eval.quality.evaluation import prepare
 from eval.quality.opened import Opened
 from eval.quality.settings import EvaluationSettings
@@ -35,12 +38,12 @@ _LESS_MEMORY = (
 )
 
 
-def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = silent, shared: Path | None = None) -> Conversion:
+def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = silent, shared: Path | None = None) -> Conversion:
     """Write the plan's checkpoint.
 
     Args:
         plan: From `convert.planning`.
-        evaluate_on: Held-out text; its perplexity goes into the model card.
+        evaluate: Held-out text; its perplexity goes into the model card.
         progress: Called with the progress of each stage.
         shared: A directory that keeps what is made of the source alone for other conversions; None to keep nothing.
 
@@ -49,26 +52,28 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings, device = plan.source, EvaluationSettings(device=plan.device), torch.device(plan.runs_on)
+    source, settings, device = plan.source, EvaluationSettings(device=plan.request.device), torch.device(plan.runs_on)
+    evaluate_on = None if evaluate is None else text_of(evaluate)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
     if held_out and texts:
         warn_of_overlap(held_out, texts.whole, "calibration")
-    reader = reader_of(plan)
-    manifest = loadable_manifest(plan, reader)
-    with writing("conversion", plan.output, [source], inputs_of(plan, texts), healing_of(plan)) as work:
+    inputs, heal = plan.inputs(texts.hashes if texts else []), {"heal": plan.calibration.heal if plan.calibration else None}
+    manifest = loadable_manifest(plan)
+    with writing("conversion", plan.output, [source], inputs, heal) as work:
         if work.provenance:
             return Conversion(plan, work.provenance)
-        own_texts = directory_of(plan, work, shared)
+        own_texts = _shared(inputs, shared) if shared else work.steps
         text = texts.with_own(written(plan, own_texts, progress)) if texts else None
         if text:
             for remark in text.remarks(plan.channels):
                 _log.warning(remark)
             if text.own is not None:
                 write_own_text(work.path, text.own)
-        job = Job(plan, reader, work, text, device, progress, statistics_directory(plan, work, text, shared))
+        statistics = _for_statistics(inputs, shared, text, plan.reads_projections) if shared and text else work.steps
+        job = Job(plan, manifest, work, text, device, progress, statistics)
         with work.kept_without_memory(device, _LESS_MEMORY):
-            provenance = convert_layers(job, manifest)
+            provenance = convert_layers(job)
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
@@ -82,3 +87,17 @@ def convert(plan: Plan, evaluate_on: Text | None = None, progress: Progress = si
                     work, provenance, models, "converted", evaluate_on, settings, tokens, progress, opened
                 )
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
+
+
+def _shared(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
+    """The directory, in one for several conversions, that keeps what depends on their source and on `of`."""
+    made_from = [*(inputs[name] for name in ("model", "config", "files")), *of, inputs["device"], inputs["versions"]]
+    directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _for_statistics(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
+    """The directory of the statistics of the source on this text."""
+    seen = text.surveyed()
+    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, *(["behind norms"] if behind_norms else []))

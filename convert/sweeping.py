@@ -89,7 +89,7 @@ def sweep(
         evaluate_on: Held-out text.
         settings: How to evaluate.
         progress: Called with the progress of each stage.
-        made: Called with each plan, as carried out, when its result is complete.
+        made: Called with each plan when its result is complete.
 
     Returns:
         The report that is written to DIR/report.
@@ -108,7 +108,8 @@ def sweep(
         directory.mkdir(parents=True, exist_ok=True)
         for plan in plans:
             require_unchanged()
-            made(convert(plan, None, progress, directory / _SURVEY).plan)
+            convert(plan, None, progress, directory / _SURVEY)
+            made(plan)
         results = [source.beside(plan.output.path) for plan in plans]
         found = report_of([source, *results], evaluate_on, settings, progress=progress)
         require_unchanged()

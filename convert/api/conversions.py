@@ -13,11 +13,10 @@ from convert.arguments.sizes import parse_budget
 from convert.planning.texts import texts_of
 from eval.arguments import checked
 from eval.inputs.source import Source
-from eval.inputs.text import text_of
 
 if TYPE_CHECKING:
     from convert.execute.conversion import Conversion, PlannedConversion
-    from convert.planning.base import Plan, Request
+    from convert.planning.base import Request
 
 _HALF = 0.5  # of the source's cache: a latent of which no size is given
 
@@ -40,7 +39,14 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("gqa", model, output, given["groups"], given)
+    from convert.converting import convert
+    from convert.execute.conversion import PlannedConversion
+    from convert.planning.grouped import plan_grouped
+
+    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    request = request_of(model, output, given)
+    plan = plan_grouped(request, "gqa", given["groups"], method, output_class, given["cache_dtype"])
+    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
 
 
 @overload
@@ -61,17 +67,13 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    return _grouped("mqa", model, output, 1, given)
-
-
-def _grouped(
-    command: str, model: str | Path, output: str | Path, groups: int, given: Mapping[str, Any]
-) -> Conversion | PlannedConversion:
+    from convert.converting import convert
+    from convert.execute.conversion import PlannedConversion
     from convert.planning.grouped import plan_grouped
 
     method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
-    plan = plan_grouped(request_of(model, output, given), command, groups, method, output_class, given["cache_dtype"])
-    return _converted(plan, given)
+    plan = plan_grouped(request_of(model, output, given), "mqa", 1, method, output_class, given["cache_dtype"])
+    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
 
 
 @overload
@@ -92,6 +94,8 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
+    from convert.converting import convert
+    from convert.execute.conversion import PlannedConversion
     from convert.planning.latent import plan_latent
     from convert.planning.sizes import LatentSize
 
@@ -110,7 +114,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         cache_dtype=given["cache_dtype"],
     )
     plan = plan_latent(request, latent, method)
-    return _converted(plan, given)
+    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
 
 
 def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
@@ -119,7 +123,9 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     from convert.output.destination import Output
     from convert.planning.base import Request
     from convert.planning.calibration import CalibrationOptions
+    from eval.machine.device import require_device
 
+    require_device(given["device"])
     source = Source.parse(str(model), given["trust_remote_code"])
     if given["dtype"] is not None:
         dtype_bytes(given["dtype"])
@@ -138,17 +144,6 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     force = given.get("force", False)
     named = force or given.get("method") is not None
     return Request(source, where, calibration, given["device"], given["seed"], named, force)
-
-
-def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
-    """The conversion that is planned, carried out unless only the plan is asked for."""
-    from convert.converting import convert
-    from convert.execute.conversion import PlannedConversion
-
-    if given["dry_run"]:
-        return PlannedConversion(planned)
-    evaluate = given["evaluate"]
-    return convert(planned, None if evaluate is None else text_of(evaluate), given["progress"])
 
 
 def _budget(given: Any) -> tuple[float | None, int | None]:

@@ -29,7 +29,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
         Refusal: The model cannot be read.
     """
     from convert.hosts.engines import engine_of
-    from convert.planning.base import readable, require_stored
+    from convert.planning.allowed import readable, require_stored
     from convert.planning.describe import capacity
     from eval.machine.capacity import GPUS
 

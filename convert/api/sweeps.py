@@ -14,7 +14,6 @@ from eval.arguments import checked
 from eval.inputs.text import text_of
 
 if TYPE_CHECKING:
-    from convert.planning.base import Plan
     from convert.sweeping import PlannedSweep, Sweep
 
 
@@ -53,11 +52,5 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
         return sweeping.PlannedSweep([PlannedConversion(plan) for plan in plans])
-    done: list[Plan] = []
-
-    def finished(plan: Plan) -> None:
-        done.append(plan)
-        given["made"](plan)
-
-    found = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"], finished)
-    return sweeping.Sweep(done, found, request.output.path / REPORT)
+    report = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"], given["made"])
+    return sweeping.Sweep(plans, report, request.output.path / REPORT)

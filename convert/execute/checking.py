@@ -1,7 +1,8 @@
-"""The check at the end of a conversion: what its result loses on text that nothing was fitted to, its source's own among it."""
+"""The text that a source writes, and the check at the end: what a result loses on that and on what nothing was fitted to."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
 from attention.padding import pad_values
 from convert.calibration.own_text import own_text
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 from convert.planning.base import Plan
+from convert.planning.calibration import Calibration
 from convert.planning.memory import lacks_room
 from eval.inputs.loading import load
 from eval.inputs.source import Source
@@ -59,7 +61,7 @@ def checked(
     device: torch.device,
     kept: Path,
     progress: Progress,
-    opening: Opening = load,
+    opened: Opened,
 ) -> dict[str, Any] | None:
     """Compare a result with its source.
 
@@ -70,7 +72,7 @@ def checked(
         device: Where models run.
         kept: A directory for what the source writes.
         progress: Called with the blocks that are done.
-        opening: Loads the models.
+        opened: Loads the models.
 
     Returns:
         For the provenance: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in
@@ -80,79 +82,82 @@ def checked(
         NotPublished: The result is of no use, and the user has not asked for it.
         Failure: The result does not run, or gives logits that are not finite.
     """
-    there = isinstance(opening, Opened) and opening.holds(plan.source)
-    if not there and (missing := lacks_room(plan.source, device)):
+    source, vocabulary = plan.source, plan.source.vocabulary
+    if not opened.holds(source) and (missing := lacks_room(source.config, device)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
-    samples = [*_own(plan, device, kept, progress), *given]
+    samples = list(given)
+    try:
+        samples.insert(0, Sample("the source's own text", own_sample(source, plan.seed, device, kept, progress)))
+    except KvfoldError as error:  # which says nothing of the result
+        _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
         return None
-    models = [plan.source, plan.source.beside(result, "the result")]
-    total = len(models) * sum(len(sample.ids) for sample in samples)
+    converted, form, where = source.beside(result, "the result"), plan.cache_dtype if plan.rounding else None, str(device)
+    total = 2 * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
-        source = _losses(models[0], samples, device, done, opening)
-        form = plan.cache_dtype if plan.rounding else None
-        converted = _losses(models[1], samples, device, done, opening if form is None else load, form)
+        with opened(source, "auto", where) as model:
+            before = _losses(model, samples, vocabulary, done)
+        with opened(converted, "auto", where) if form is None else load(converted, "auto", where) as model:
+            after = _losses(model, samples, vocabulary, done, form)
     found: list[dict[str, Any]] = [
-        {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": before, "loss_nats": after - before}
-        for sample, before, after in zip(samples, source, converted, strict=True)
+        {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": one, "loss_nats": other - one}
+        for sample, one, other in zip(samples, before, after, strict=True)
     ]
-    _judge(plan, found)
+    _judge(found, vocabulary, plan.request.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
     return {"texts": found}
 
 
-def own_sample(plan: Plan, device: torch.device, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
+def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
+    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
+        return None
+    device = torch.device(plan.runs_on)
+    with Opened() as opened:
+        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
+        if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
+            with contextlib.suppress(KvfoldError):
+                own_sample(plan.source, plan.seed, device, kept, progress, opened)
+    return ids
+
+
+def own_sample(
+    source: Source, seed: int, device: torch.device, kept: Path, progress: Progress, opening: Opening = load
+) -> torch.Tensor:
     """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
-    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
-    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress, opening=opening)
+    length = min(OWN_LENGTH, source.max_positions or OWN_LENGTH)
+    return own_text(source, OWN_ROWS, length, seed + 1, device, kept, progress, opening=opening)
 
 
-def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> list[Sample]:
-    """The source's own text; nothing where it cannot write, which says nothing of the result."""
-    try:
-        ids = own_sample(plan, device, kept, progress)
-    except KvfoldError as error:
-        _log.warning("the result was not checked on text of its source, which does not write: %s", error)
-        return []
-    return [Sample("the source's own text", ids)]
-
-
+@torch.inference_mode()
 def _losses(
-    source: Source,
-    samples: Sequence[Sample],
-    device: torch.device,
-    done: Callable[[int], None],
-    opening: Opening,
-    form: str | None = None,
+    model: Any, samples: Sequence[Sample], vocabulary: int, done: Callable[[int], None], form: str | None = None
 ) -> list[float]:
     """Mean nats per token of a model on each text, with its cache in a format, or without one."""
-    with opening(source, "auto", str(device)) as model, torch.inference_mode():
-        pad_values(model)  # as a healing leaves it: a resumed run measures the same
-        if form is not None:
-            store_encoded(model, form)
-        return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]
+    pad_values(model)  # as a healing leaves it: a resumed run measures the same
+    if form is not None:
+        store_encoded(model, form)
+    losses = []
+    for sample in samples:
+        score = Score()
+        for batch in batches([Block(row, 1) for row in sample.ids], vocabulary):
+            add(score, batch, logits_of(model, batch))
+            done(len(batch.ids))
+        losses.append(score.loss)
+    return losses
 
 
-def _loss(model: Any, ids: torch.Tensor, vocabulary: int, done: Callable[[int], None]) -> float:
-    score = Score()
-    for batch in batches([Block(row, 1) for row in ids], vocabulary):
-        add(score, batch, logits_of(model, batch))
-        done(len(batch.ids))
-    return score.loss
-
-
-def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
+def _judge(found: Sequence[dict[str, Any]], vocabulary: int, accepts_any: bool, hint: str) -> None:
     """Warn of a large loss, and keep a ruined model back where nobody has asked for it."""
-    even = math.log(plan.source.vocabulary)
     for one in sorted(found, key=lambda one: -float(one["loss_nats"])):
-        loss, hint = one["loss_nats"], _next_step(plan)
+        loss = one["loss_nats"]
         if not loss > _WARN:
             return
-        worse = loss + one["source_nats"] > even
+        worse = loss + one["source_nats"] > math.log(vocabulary)
         said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
         said += f" ({meaning(loss)})"
         said += ", and is worse than an even guess" if worse else ""
-        if (loss > _WORST or worse) and not plan.request.accepts_any_loss:
+        if (loss > _WORST or worse) and not accepts_any:
             raise NotPublished(
                 f"{said}: it is of no use, and was not published",
                 hint=f"{hint}; or publish it all the same with --resume --force",
@@ -160,11 +165,11 @@ def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
         _log.warning("%s: %s", said, hint)
 
 
-def _next_step(plan: Plan) -> str:
-    if plan.target.method.text is TextUse.IGNORED:
+def _next_step(method: Method, calibration: Calibration | None) -> str:
+    if method.text is TextUse.IGNORED:
         return "leave out --method: the default one loses less"
-    if plan.calibration is None:
+    if calibration is None:
         return "leave out --no-text, or give --text FILE"
-    if not any(text.own for text in plan.calibration.texts):
+    if not any(text.own for text in calibration.texts):
         return "add a text of that kind: --text self, or another --text FILE"
     return "keep more of the cache, or heal the result with `convert heal`"

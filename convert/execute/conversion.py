@@ -43,7 +43,8 @@ class PlannedConversion:
         return self.plan.as_dict()
 
     def __str__(self) -> str:
-        return plan_text(self.plan)
+        lines = _plan_lines(self.plan, self.plan.target.spec)
+        return "\n".join([*lines, *_said(self.plan.calibrated), f"would be written to {_where(self.plan)}"])
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,10 @@ class Conversion(PlannedConversion):
         return self.plan.as_dict(self.provenance.get("kv_lora_ranks")) | {"conversion": self.provenance}
 
     def __str__(self) -> str:
-        return conversion_text(self.plan, self.provenance)
-
-
-def plan_text(plan: Plan) -> str:
-    """A planned conversion, for a terminal."""
-    return "\n".join([*_plan_lines(plan, plan.target.spec), *_said(plan.calibrated), f"would be written to {_where(plan)}"])
-
-
-def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
-    """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
-    measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
-    lines = _plan_lines(plan, plan.sized(provenance.get("kv_lora_ranks")))
-    return "\n".join([*lines, *measured, f"written to {_where(plan)}", *_said(Calibrated.read(provenance))])
+        said = self.provenance
+        measured = (*_healing_lines(said), *_check_lines(said), *_quality_lines(said))
+        lines = [*_plan_lines(self.plan, self.after), *measured, f"written to {_where(self.plan)}"]
+        return "\n".join([*lines, *_said(Calibrated.read(said))])
 
 
 def _said(calibrated: Calibrated | None) -> list[str]:

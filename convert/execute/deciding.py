@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,13 @@ import torch
 from attention.errors import Failure
 from attention.formats import format_named
 from attention.forward import attention_output, output_error
-from attention.rope import Rotary, no_rotary
-from attention.spec import AttentionSpec
 from attention.spread import evenly_spread
 from convert.execute.job import Job
-from convert.execute.steps import balance, refit
+from convert.execute.layer import adapted
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
-from convert.output.writing import Work
-from convert.planning.base import Plan
-from convert.planning.targets import LatentTarget
+from convert.planning.targets import Choice, LatentTarget
 from eval.terminal.progress import stage
 
 _TRIED_LAYERS = 4
@@ -35,71 +31,21 @@ _SILENT = 1e-30  # the energy of an output that is nothing
 StatisticsOf = Callable[[int], Statistics]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What the text has chosen for a latent.
-
-    Attributes:
-        pairs: The frequencies that stay rotary.
-        pursued: Whether a pursuit found them.
-        tried: Every candidate and its error on the text; empty if there was only one.
-        ranks: The rank of each layer; empty if all have one.
-    """
-
-    pairs: tuple[float, ...] = ()
-    pursued: bool = False
-    tried: tuple[dict[str, Any], ...] = ()
-    ranks: tuple[int, ...] = ()
-
-    def spec(self, plan: Plan) -> AttentionSpec:
-        """The sizes of the result."""
-        return plan.sized(self.ranks)
-
-    def rotary(self, plan: Plan) -> Rotary | None:
-        """The rotary embedding of the RoPE key; None if the result keeps heads."""
-        return _rotary(plan).select(self.pairs, "interleaved") if isinstance(plan.target, LatentTarget) else None
-
-    def allocation(self, plan: Plan, layer: int) -> Allocation:
-        """What a method factors a layer to."""
-        assert isinstance(plan.target, LatentTarget)
-        allocation = plan.target.allocation(_rotary(plan)).keeping(self.pairs, self.pursued)
-        return replace(allocation, rank=self.ranks[layer]) if self.ranks else allocation
-
-    def facts(self) -> dict[str, Any]:
-        """The entries of conversion.json for a latent."""
-        tried = {"rotary_frequencies_tried": list(self.tried)} if self.tried else {}
-        ranks = {"kv_lora_ranks": list(self.ranks)} if self.ranks else {}
-        return {"rotary_frequencies": list(self.pairs), **tried, **ranks}
-
-
-def _rotary(plan: Plan) -> Rotary:
-    return plan.family.first_rotary or no_rotary()
-
-
-def choose(job: Job, statistics: StatisticsOf) -> Choice:
-    """Measure what the plan's method needs to know about the whole model, and choose.
+def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
+    """Measure what a latent's method needs to know about the whole model, and choose.
 
     Raises:
         Failure: Weights or activations are not finite.
     """
-    target = job.plan.target
-    if not isinstance(target, LatentTarget) or target.copies:
-        return Choice()
-    choice = _recalled(job.work)
-    if choice is None:
-        choice = _chosen(job, target, statistics)
-        job.work.remember("choice", asdict(choice))
+    if kept := job.work.recall("choice"):  # of an interrupted run
+        return Choice(tuple(kept["pairs"]), kept["pursued"], tuple(kept["tried"]), tuple(kept["ranks"]))
+    choice = _chosen(job, target, statistics)
+    job.work.remember("choice", asdict(choice))
     return choice
 
 
-def _recalled(work: Work) -> Choice | None:
-    """The choice of an interrupted run, or None."""
-    kept = work.recall("choice")
-    return None if kept is None else Choice(tuple(kept["pairs"]), kept["pursued"], tuple(kept["tried"]), tuple(kept["ranks"]))
-
-
 def _chosen(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
-    count, without_pairs = target.spec.qk_rope_head_dim // 2, target.allocation(_rotary(job.plan))
+    count, without_pairs = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
     measured = _measured(job, target, statistics)
     offers = target.method.allocate(measured, count, without_pairs) if count else [without_pairs.keeping((), False)]
     offer, tried = offers[0], list[dict[str, Any]]()
@@ -152,8 +98,8 @@ def _errors(job: Job, target: LatentTarget, offers: Sequence[Allocation], statis
             tried, other = measured.sample.of(rows[::2]), measured.sample.of(rows[1::2] or rows)
             fitted = replace(measured, sample=other)
             for i, offer in enumerate(offers):
-                after = balance(job, target.method.factor(before, offer, measured), fitted)
-                after = refit(job, before, after, fitted)
+                made = target.method.factor(before, offer, measured)
+                after = adapted(before, made, fitted, target.rounding, job.shows_attention, job.refits)
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
     if not all(map(math.isfinite, errors)):

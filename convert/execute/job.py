@@ -13,12 +13,12 @@ from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream, Weights
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.writer import require_finite
-from convert.families.base import Family, unmodelled_fields
+from convert.execute.manifest import Manifest
+from convert.families.base import Family
 from convert.methods.statistics import Statistics
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.inputs.reader import Reader
 from eval.terminal.progress import Progress
 
 
@@ -28,7 +28,7 @@ class Job:
 
     Attributes:
         plan: The plan to carry out.
-        reader: Reads the source's tensors.
+        manifest: The tensors to write, from those of the source.
         work: The work directory.
         text: The calibration text, if the plan calibrates.
         device: The device on which layers run and are converted.
@@ -37,7 +37,7 @@ class Job:
     """
 
     plan: Plan
-    reader: Reader
+    manifest: Manifest
     work: Work
     text: CalibrationText | None
     device: torch.device
@@ -61,14 +61,14 @@ class Job:
     def normalises_output(self, layer: int) -> bool:
         """Whether the output of a layer's attention goes through a norm before it is added to the residual stream."""
         norm = self.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
-        return norm is not None and norm.name in self.reader.infos
+        return norm is not None and norm.name in self.manifest.reader.infos
 
     def _input_norm(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gain and bias of the norm of a layer's input, `[E]` each, fp64; None for what it lacks."""
-        norm, found = self.plan.family.input_norm(layer), self.reader.infos
+        norm, found = self.plan.family.input_norm(layer), self.manifest.reader.infos
         if norm is None:
             return None, None
-        tensors = {name: self.reader[name] for kind in ("weight", "bias") if (name := f"{norm.name}.{kind}") in found}
+        tensors = {name: self.manifest.reader[name] for kind in ("weight", "bias") if (name := f"{norm.name}.{kind}") in found}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         gain, bias = tensors.get(f"{norm.name}.weight"), tensors.get(f"{norm.name}.bias")
@@ -80,7 +80,7 @@ class Job:
         Raises:
             Failure: One of them is not finite.
         """
-        tensors = {name: self.reader[name].to(self.device) for name in self.plan.family.shapes(layer)}
+        tensors = {name: self.manifest.reader[name].to(self.device) for name in self.plan.family.shapes(layer)}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, layer)
@@ -90,9 +90,12 @@ class Job:
     @property
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
-        traits = self.plan.family.traits
-        traits = traits.behind_projections if self.plan.reads_projections else traits
-        return self.text is not None and not unmodelled_fields(traits)
+        return self.text is not None and not self.plan.unmodelled
+
+    @property
+    def refits(self) -> bool:
+        """Whether queries, keys and values are fitted to the source's: where the plan says so, and it shows where it looks."""
+        return self.text is not None and self.text.calibration.refit and self.shows_attention
 
     def stream(
         self, text: CalibrationText, config: Any, family: Family, weights: Weights, spool: Path, cache: Cache | None = None

@@ -1,25 +1,31 @@
-"""One converted layer: the tensors to write and the note for conversion.json."""
+"""One layer: the steps from the source's record to the result's, the tensors to write, and the note for conversion.json."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from attention.errors import Failure
+from attention.formats import Format
 from attention.forward import output_error
-from attention.record import Attention, Record
+from attention.record import Attention, FactoredAttention, Record
 from attention.spec import AttentionSpec
-from convert.execute.deciding import Choice
+from convert.calibration.refit import refitted
 from convert.execute.job import Job
-from convert.execute.steps import grouped, latent
+from convert.families import Family
+from convert.methods.balanced import balanced, balanced_heads
 from convert.methods.blocks import Blocks
+from convert.methods.latent import sized
+from convert.methods.portable_norm import behind_norm, with_constant_norm
 from convert.methods.statistics import Statistics
-from convert.planning.base import Plan
-from convert.planning.targets import GroupedTarget
+from convert.planning.targets import Choice, GroupedTarget
 
 _MEASURED = 1024  # tokens, on which the error of a layer's attention is measured
+_UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
+_EXACT = 4  # bits: queries are fitted to latents of so many or more without their rounding
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,10 @@ class Layer:
 
     @classmethod
     def of(
-        cls, plan: Plan, spec: AttentionSpec, index: int, source: dict[str, torch.Tensor], after: Record, **more: Any
+        cls, layout: Family, spec: AttentionSpec, index: int, source: dict[str, torch.Tensor], after: Record, **more: Any
     ) -> Layer:
-        """Made from the result's sizes, a layer's source tensors, and the result's record; the note includes `more`."""
-        tensors = plan.target.host.layout(plan.family).join(after, spec, index)
+        """Made from the result's layout and sizes, a layer's source tensors, and its record; the note includes `more`."""
+        tensors = layout.join(after, spec, index)
         converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
         note = {"layer": index, **more, "converted": converted}
         return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
@@ -52,16 +58,103 @@ def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
 
 
 def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Statistics) -> Record:
-    """A layer's record after all steps that need no other layer; `seen` has the statistics of its inputs."""
-    target = job.plan.target
+    """A layer's record after all steps that need no other layer.
+
+    Args:
+        job: The conversion.
+        choice: What its text has chosen.
+        before: The source's layer.
+        layer: Its index.
+        seen: The statistics of its inputs.
+    """
+    target, after = job.plan.target, before
     if isinstance(target, GroupedTarget):
-        return grouped(job, target, before, seen)
-    return latent(job, target, choice.allocation(job.plan, layer), before, layer, seen)
+        if target.spec.num_kv_heads != before.num_kv_heads:
+            after = target.method.merge(before, target.spec.num_kv_heads, seen)
+        return adapted(before, after, seen, target.rounding, job.shows_attention, job.refits)
+    assert before.sinks is None, "no output class has a latent and sinks"
+    latent: Record = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
+    if target.host.portable:
+        latent = _constant_norm(before, latent, seen)
+    latent = adapted(before, latent, seen, target.rounding, job.shows_attention, job.refits)
+    if target.spec.q_lora_rank is not None:
+        latent = _behind_norm(latent, job.input_gain(layer), layer, seen)
+    return _scaled(target.host.latent_size(target.spec.kv_lora_rank or 0), latent, seen)
 
 
-def error_of(job: Job, before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
-    """Measure the error of the attention's output on a part of the text; {} where records do not show the attention."""
-    if sample is None or not job.shows_attention:
+def adapted(before: Attention, after: Record, seen: Statistics, form: Format | None, shown: bool, refits: bool) -> Record:
+    """A record that is fit for the format of its cache, and fitted to the source's.
+
+    Args:
+        before: The source's record.
+        after: The result's.
+        seen: The statistics of the layer's inputs.
+        form: The format through whose rounding the result is made; None for a dtype.
+        shown: Whether attention over the text is the softmax of the records' logits.
+        refits: Whether queries, keys and values are fitted.
+    """
+    if form is not None:
+        after = _balanced(after, form, seen, shown)
+    return _refitted(before, after, seen) if refits and seen.sample is not None else after
+
+
+def _balanced(after: Record, form: Format, seen: Statistics, shown: bool) -> Record:
+    """Keys and values in balanced coordinates, and rounded from here on as the target's cache rounds them.
+
+    Where the class does more with them than records say, or nothing shows their sizes, those of heads are only rounded.
+    """
+    if isinstance(after, FactoredAttention):
+        return balanced(replace(after, rounding=form), seen)
+    if seen.sample is not None and shown:
+        after = balanced_heads(after, seen.sample.to(after.k.device))
+    return replace(after, rounding=form)
+
+
+def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:
+    """Queries, keys and values, fitted to the source's.
+
+    They are fitted to keys and values as the cache rounds them. Latents in four bits or more, or in bits that differ, are not
+    rounded for this: layers would err less, and whole models more (docs/notes/fits.md).
+    """
+    assert seen.sample is not None
+    form = after.rounding
+    exact = form is not None and isinstance(after, FactoredAttention) and (form.bits >= _EXACT or bool(form.classes))
+    start = replace(after, rounding=None) if exact else after
+    return replace(refitted(before, start, seen.sample.to(before.k.device), seen.attended), rounding=form)
+
+
+def _constant_norm(before: Attention, after: Record, seen: Statistics) -> Record:
+    """A latent whose norm is nearly constant, for classes that have no place for biases."""
+    assert isinstance(after, FactoredAttention)
+    assert seen.sample is not None, "the norm of a latent is fitted to text"
+    return with_constant_norm(before, after, seen.sample.to(before.k.device))
+
+
+def _behind_norm(after: Record, gain: torch.Tensor, layer: int, seen: Statistics) -> Record:
+    """Queries that read the input without the gains `[E]` of its norm."""
+    assert isinstance(after, FactoredAttention)
+    assert seen.sample is not None, "portable results need text"
+    after, spread = behind_norm(after, gain, seen.sample)
+    if spread > _UNEVEN:
+        raise Failure(
+            f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
+            f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
+            hint="leave out --engine llama.cpp: embeddings are so small that the norm's epsilon matters, or gains are zero",
+        )
+    return after
+
+
+def _scaled(size: float | None, after: Record, seen: Statistics) -> FactoredAttention:
+    """A latent whose channels are balanced, at the size that the class's norm needs."""
+    assert isinstance(after, FactoredAttention)
+    after = balanced(after, seen)
+    # A norm that divides it by its size lets scales cancel.
+    return after if size is None or after.normalised else sized(after, seen.second, size)
+
+
+def error_of(before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
+    """Measure the error of the attention's output on a part of the text; {} without one, or where it is not finite."""
+    if sample is None:
         return {}
-    error = output_error(before, after, sample.spread(_MEASURED).to(job.device).blocks)
+    error = output_error(before, after, sample.spread(_MEASURED).to(before.k.device).blocks)
     return {"output_error": error} if math.isfinite(error) else {}

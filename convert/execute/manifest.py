@@ -6,15 +6,16 @@ It reads only names, shapes and dtypes, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec
+from convert.checkpoint.loading import class_names, require_loadable
+from convert.checkpoint.writer import shard_names
 from convert.families.names import Place
 from convert.planning.base import Plan
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
@@ -22,6 +23,7 @@ from eval.inputs.reader import Reader, TensorInfo
 
 if TYPE_CHECKING:
     from convert.families import Family
+    from convert.hosts import Host
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Manifest:
     """All tensors that a conversion writes.
 
     Attributes:
+        reader: Reads the source's tensors.
         units: All units, in the source's order.
         dropped: Tensors of the source that no unit reads, with the reason.
     """
 
+    reader: Reader
     units: tuple[Unit, ...]
     dropped: dict[str, str]
 
@@ -85,40 +89,80 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
 
+    def shards(self, limit: int) -> dict[str, list[Unit]]:
+        """The units of each weight file, in order; a unit larger than `limit` bytes gets its own."""
+        shards: list[list[Unit]] = [[]]
+        size = 0
+        for unit in self.units:
+            if shards[-1] and size + unit.nbytes > limit:
+                shards.append([])
+                size = 0
+            shards[-1].append(unit)
+            size += unit.nbytes
+        return dict(zip(shard_names(len(shards)), shards, strict=True))
+
 
 class Unconverted:
     """The tensors of a result, made from the source: all but those of attentions.
 
     Args:
         manifest: That of the result.
-        reader: Reads the source's tensors.
 
     Attributes:
         infos: The infos of all tensors, those of attentions included.
     """
 
-    def __init__(self, manifest: Manifest, reader: Reader) -> None:
-        self.infos, self._reader = manifest.outputs, reader
+    def __init__(self, manifest: Manifest) -> None:
+        self.infos, self._reader = manifest.outputs, manifest.reader
         self._unit_of = {name: unit for unit in manifest.units for name in unit.outputs if unit.layer is None}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._unit_of[name].make(self._reader.__getitem__)[name]
 
 
-def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:
-    """The manifest of a plan, for a result of these sizes.
+def loadable_manifest(plan: Plan) -> Manifest:
+    """The tensors to write. Their names and shapes are those of the class: no work starts that could not be loaded.
 
     Raises:
-        Failure: The source's headers do not match its config.
+        Failure: The source's headers do not match its config, or the class.
     """
-    config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
-    layout = plan.target.host.layout(plan.family)
-    sized = layout.of(plan.target.host.sized(plan.source.raw, plan.family, spec))
-    _check_attention(plan, reader)
-    layers = range(0 if plan.target.copies else plan.before.num_layers)
-    layer_of = {name: layer for layer in layers for name in plan.family.shapes(layer)}
-    tied = _ties(config)
-    tied_head = _repeated_head(plan.family, reader) if tied else {}
+    source, family, host, spec = plan.source, plan.family, plan.target.host, plan.target.spec
+    # Of a decoder inside another model, files and classes name what is around it differently.
+    inside = source.decoder is not source.config and not family.needs_code
+    reader = source.reader(partial(class_names, source.config) if inside else family.renamed)
+    _check_attention(family, reader)  # first, since its messages are more specific
+    sized = host.sized(source.raw, family, spec)
+    manifest = manifest_of(reader, family, host, sized, plan.output.dtype, plan.target.copies)
+    require_loadable(source.config, without_computed(family, reader), "the source")
+    if not plan.target.copies:
+        require_loadable(sized, manifest.outputs, f"the {spec.kind} of it")
+    return manifest
+
+
+def without_computed(family: Family, reader: Reader) -> dict[str, TensorInfo]:
+    """All tensors but those of attentions that old checkpoints hold and the class computes itself."""
+    inside = tuple(f"{family.module(layer)}." for layer in range(family.spec.num_layers))
+    return {n: info for n, info in reader.infos.items() if not (n.startswith(inside) and n.endswith(family.computed))}
+
+
+def manifest_of(reader: Reader, family: Family, host: Host, config: Any, dtype: str | None, copies: bool) -> Manifest:
+    """The manifest of a result.
+
+    Args:
+        reader: Reads the source's tensors.
+        family: The source's family.
+        host: The output class.
+        config: The result's config.
+        dtype: The dtype that floats are stored in; None keeps each tensor's own.
+        copies: Whether nothing changes.
+
+    Raises:
+        Failure: Tensors are missing that others need.
+    """
+    layout, stored = host.layout(family), getattr(torch, dtype) if dtype else None
+    sized = layout.of(config)
+    layer_of = {name: layer for layer in range(0 if copies else family.spec.num_layers) for name in family.shapes(layer)}
+    tied_head = _repeated_head(family, reader) if _ties(family) else {}
     units: list[Unit] = []
     handled: set[int | tuple[str, ...]] = set()
     dropped: dict[str, str] = {}
@@ -127,57 +171,57 @@ def manifest_of(plan: Plan, reader: Reader, spec: AttentionSpec) -> Manifest:
         if layer is not None:
             if layer not in handled:
                 handled.add(layer)
-                units.append(_attention_unit(plan.family, sized, layer, reader, stored))
+                units.append(_attention_unit(family, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
-        elif (kept := _kept(plan, layout, name)) is not None:
+        elif (kept := name if copies else _kept(family, layout, name)) is not None:
             units.append(Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),)))
-        elif reason := _has_no_place(plan.family, layout, name):
+        elif reason := _has_no_place(family, layout, name):
             dropped[name] = reason
         else:
-            unit = _other_unit(plan.family, layout, name, reader, stored)
+            unit = _other_unit(family, layout, name, reader, stored)
             key = tuple(sorted(unit.outputs))
             if key not in handled:
                 handled.add(key)
                 units.append(unit)
-    if tied and plan.target.host.portable and (head := _own_head(layout, units)):
+    if host.portable and _ties(family) and (head := _own_head(layout, units)):
         units.append(head)
     written = {name for unit in units for name in unit.outputs}
-    dropped |= {name: plan.target.host.replaces for name in layer_of if name not in written}
-    return Manifest(tuple(units), {name: why for name, why in sorted(dropped.items()) if name not in written})
+    dropped |= {name: host.replaces for name in layer_of if name not in written}
+    return Manifest(reader, tuple(units), {name: why for name, why in sorted(dropped.items()) if name not in written})
 
 
-def _ties(config: Any) -> bool:
-    return bool(getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False))
+def _ties(family: Family) -> bool:
+    return bool(getattr(family.decoder, "tie_word_embeddings", False))
 
 
-def _check_attention(plan: Plan, reader: Reader) -> None:
+def _check_attention(family: Family, reader: Reader) -> None:
     """Compare the attention of every layer with the config.
 
     Raises:
         Failure: A tensor is missing or unknown, or has another shape; or there are layers beyond the config's last, which would
             be copied unconverted.
     """
-    layers, computed = plan.before.num_layers, plan.family.computed
+    layers, computed = family.spec.num_layers, family.computed
     for layer in range(layers):
-        where, expected = f"layer {layer} of {plan.source.reference}", plan.family.shapes(layer)
+        expected = family.shapes(layer)
         for name, shape in expected.items():
             if name not in reader.infos:
-                said, step = instead_of(name, reader.infos.keys() - expected.keys(), _ties(plan.source.config))
-                raise Failure(f"{where} lacks tensor {name}{said}", hint=step)
+                said, step = instead_of(name, reader.infos.keys() - expected.keys(), _ties(family))
+                raise Failure(f"layer {layer} of the source lacks tensor {name}{said}", hint=step)
             found = reader.infos[name].shape
             if found != shape:
                 step = "compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights"
                 raise disagreement(f"{name} is {list(found)}", found, shape, step)
-        module = plan.family.module(layer) + "."
+        module = family.module(layer) + "."
         # Old checkpoints store what classes now compute; where the class stays the same, it is copied like any other tensor.
         extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith(computed)]
         if extra:
             raise Failure(
-                f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",
+                f"layer {layer} of the source has tensor {extra[0]}, which {family.model_type} with this config does not",
                 hint="converting would drop it; check the biases and norms that config.json switches on",
             )
-    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(0)]
+    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in family.shapes(0)]
     if there := [name for name in beyond if name in reader.infos]:
         raise Failure(
             f"config.json gives {layers} layers, and the weights hold {there[0]}",
@@ -194,13 +238,11 @@ def _attention_unit(family: Family, layout: Family, layer: int, reader: Reader, 
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
 
 
-def _kept(plan: Plan, layout: Family, name: str) -> str | None:
+def _kept(family: Family, layout: Family, name: str) -> str | None:
     """The name in the result of a tensor that is copied whatever it holds; None if its role decides what becomes of it."""
-    if plan.target.copies:
-        return name
-    if plan.family.names.place(name) is not None:
+    if family.names.place(name) is not None:
         return None
-    return name if plan.family is layout else layout.beside(name)
+    return name if family is layout else layout.beside(name)
 
 
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
@@ -266,16 +308,3 @@ def _connected(family: Family, layout: Family, name: str) -> tuple[list[Place], 
                 there[1].add(place.name)
         if {role for place in (*sources, *places) for role in place.roles} == roles and places:
             return sources, places
-
-
-def deal(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
-    """Assign units to shards in order; a unit larger than `limit` bytes gets its own shard."""
-    shards: list[list[Unit]] = [[]]
-    size = 0
-    for unit in units:
-        if shards[-1] and size + unit.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(unit)
-        size += unit.nbytes
-    return shards

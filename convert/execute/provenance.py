@@ -1,43 +1,44 @@
-"""conversion.json: the recipe, the source, the versions, and what happened to every tensor."""
+"""conversion.json: the recipe, the source, the versions, what happened to every tensor; and README.md, which says it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 
 from attention.calibrated import Calibrated
-from convert.execute.card import loading_of
-from convert.execute.deciding import Choice
+from attention.spec import AttentionSpec
+from convert.execute.job import Job
 from convert.execute.manifest import Manifest
-from convert.output.card import metadata_of
+from convert.families import Family
+from convert.hosts import Host
+from convert.hosts.engines import ENGINES, Engine
+from convert.methods.text import Method
+from convert.output.card import command_line, inherited_licence, metadata_of, render
 from convert.output.provenance import versions
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.inputs.reader import Reader
+from convert.planning.targets import Choice
+from convert.planning.texts import as_options
+from eval.inputs.overlap import WARN_ABOVE
+from eval.report.sections import loss_text
+from eval.terminal.escapes import markdown
 
 
 def provenance_of(
-    plan: Plan,
-    choice: Choice,
-    reader: Reader,
-    manifest: Manifest,
-    layers: Sequence[dict[str, Any]],
-    text: CalibrationText | None,
-    calibrated: Calibrated | None,
+    job: Job, choice: Choice, spec: AttentionSpec, layers: Sequence[dict[str, Any]], calibrated: Calibrated | None
 ) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
     Args:
-        plan: The plan that was carried out.
+        job: The conversion, whose tensors are written.
         choice: What its text has chosen.
-        reader: Reads the source.
-        manifest: The tensors that were written.
+        spec: The sizes of the result.
         layers: The notes of the converted layers.
-        text: The calibration text, if there was one.
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
-    spec = choice.spec(plan)
+    plan, text = job.plan, job.text
     before, after = plan.kv_bytes_per_token(spec)
     return {
         "kvfold": version("kvfold"),
@@ -57,11 +58,13 @@ def provenance_of(
         **(choice.facts() if plan.target.spec.kv_lora_rank and not plan.target.copies else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
-        "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
+        "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),
-        "loading": loading_of(plan, spec),
+        "loading": loading_of(plan.target.host, plan.family, spec),
         "metadata": metadata_of(
-            plan.source.repository, [plan.target.command, *filter(None, [plan.applied_method])], plan.source.files
+            plan.source.repository,
+            [plan.target.command, *filter(None, [plan.applied_method])],
+            inherited_licence(plan.source.files),
         ),
     }
 
@@ -92,9 +95,9 @@ def _calibration(text: CalibrationText) -> dict[str, Any]:
     }
 
 
-def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:
+def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
     """The fate of every tensor of the source, and the origin of every tensor of the result."""
-    written = manifest.outputs
+    written, infos = manifest.outputs, manifest.reader.infos
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
         source.name: place.name
@@ -104,7 +107,7 @@ def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[st
         if source.name != place.name
     }
     converted = converted | made
-    cast = {name for name, info in written.items() if name in reader.infos and info.dtype != reader.infos[name].dtype}
+    cast = {name for name, info in written.items() if name in infos and info.dtype != infos[name].dtype}
     return {
         "converted": sorted(converted),
         "cast": sorted(cast - converted),
@@ -112,3 +115,90 @@ def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[st
         **({"renamed": renamed} if renamed else {}),
         "dropped": manifest.dropped,
     }
+
+
+# ---- the card and what it says -----------------------------------------------------------------------------------
+
+
+def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
+    """The text of README.md for a conversion.
+
+    Args:
+        plan: The plan that was carried out.
+        provenance: conversion.json without its `run`.
+    """
+    evaluation, recipe = provenance.get("evaluation"), plan.recipe
+    options = {name: value for name, value in recipe.options.items() if name != "model"}
+    texts = as_options(plan.calibration.texts) if plan.calibration else {}
+    model = recipe.options["model"] if plan.source.repository else plan.source.reference
+    return render(
+        "conversion.md.j2",
+        provenance["metadata"],
+        after=plan.sized(provenance.get("kv_lora_ranks")),
+        before_kind=plan.before.kind,
+        base=plan.source.repository or plan.source.name,
+        link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
+        summary=_summary(plan.target.method) if provenance["method"] else markdown(str(provenance["notes"][0])),
+        command=command_line(recipe.command, model, options | texts),
+        bytes=provenance["kv_bytes_per_token"],
+        plan=plan,
+        provenance=provenance,
+        evaluation=evaluation,
+        warn_above=WARN_ABOVE,
+        protocol=evaluation["protocol"] if evaluation else None,
+        compared=compared(evaluation["models"]) if evaluation else [],
+        loading=provenance["loading"],
+        loss_text=loss_text,
+        calibrated=Calibrated.read(provenance),
+    )
+
+
+def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The source and the result of an evaluation: first as they are, then with their caches in each format.
+
+    A source whose heads cannot have a format is compared as it is.
+    """
+    found = []
+    for form in dict.fromkeys(entry["cache_format"] for entry in entries):
+        *sources, result = (entry for entry in entries if entry["cache_format"] == form)
+        found.append((sources[0] if sources else entries[0], result))
+    return found
+
+
+def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any]:
+    """How to load and serve a result of these sizes, as conversion.json keeps it and cards say it."""
+    own, made = host.name == "its own class", (host, family, spec)
+    objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
+    served = [engine for engine, objection in objections.items() if objection is None]
+    return {
+        "model_type": host.layout(family).model_type,
+        "needs_code": bool(host.code),
+        "opened_by": host.opened_by,
+        "arguments": dict(host.loading),
+        "engines": [
+            {
+                "name": f"{engine.name}, if it runs the source" if own else engine.name,
+                "objection": objection,
+                "command": engine.serve.format(path="path/to/this/directory"),
+            }
+            for engine, objection in objections.items()
+        ],
+        "remarks": [
+            *host.remarks,
+            *_cache_remarks(host, spec, served),
+        ],
+    }
+
+
+def _cache_remarks(host: Host, spec: AttentionSpec, engines: list[Engine]) -> list[str]:
+    """In which formats these engines store the result's cache, and with what option."""
+    found = []
+    for engine in engines:
+        caches = engine.stores(host, spec)
+        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
+        found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
+    return found
+
+
+def _summary(method: Method) -> str:
+    return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"

@@ -22,25 +22,25 @@ from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import Choice
 from convert.execute.job import Job
 from convert.execute.layer import Layer, changed, error_of
-from convert.execute.manifest import Manifest, Unconverted
+from convert.execute.manifest import Unconverted
 from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
+from convert.planning.targets import Choice
 from eval.terminal.progress import stage
 
 
-def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> Callable[[int], Layer]:
+def in_sequence(job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> Callable[[int], Layer]:
     """Convert all layers.
 
     Args:
         job: The conversion; its work directory keeps finished layers.
         text: The calibration: whether to refit, and the number of refinement steps.
-        manifest: The other tensors of the result.
         choice: What all layers share.
+        spec: The sizes of the result.
 
     Returns:
         Maps a layer's index to the converted layer.
@@ -50,7 +50,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, choice: Cho
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
         return partial(_get, shelf)
-    pair = _Pair.of(job, text, manifest, choice)
+    pair = _Pair.of(job, text, choice, spec)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
@@ -95,13 +95,13 @@ class _Pair:
     student: LayerStream
 
     @classmethod
-    def of(cls, job: Job, text: CalibrationText, manifest: Manifest, choice: Choice) -> _Pair:
-        plan, spec, work = job.plan, choice.spec(job.plan), job.work.steps
-        layout = plan.target.host.layout(plan.family)
-        config = config_of(plan.target.config(plan.source.raw, plan.family, spec, choice.rotary(plan)))
-        source = job.stream(text, plan.source.config, plan.family, job.reader, work / "teacher")
+    def of(cls, job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> _Pair:
+        plan, work, layout = job.plan, job.work.steps, job.plan.layout
+        rotary = choice.rotary(plan.rotary) if spec.kv_lora_rank else None
+        config = config_of(plan.target.config(plan.source.raw, plan.family, spec, rotary))
+        source = job.stream(text, plan.source.config, plan.family, job.manifest.reader, work / "teacher")
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
-        result = job.stream(text, config, layout, Unconverted(manifest, job.reader), work / "student", cache)
+        result = job.stream(text, config, layout, Unconverted(job.manifest), work / "student", cache)
         return cls(plan, spec, text, layout, layout.of(config).traits.o_bias, source, result)
 
     def begin(self, missing: int) -> int:
@@ -160,6 +160,6 @@ def _converted(job: Job, pair: _Pair, choice: Choice, layer: int) -> Layer:
     tensors, source = job.read_layer(layer)
     observed = pair.observed(layer, source, job.shows_attention)
     after = changed(job, choice, source, layer, observed)
-    error = error_of(job, source, after, observed.sample)
+    error = error_of(source, after, observed.sample if job.shows_attention else None)
     after, errors = pair.fitted(layer, after)
-    return Layer.of(pair.plan, pair.spec, layer, tensors, after, **error, **errors)
+    return Layer.of(pair.layout, pair.spec, layer, tensors, after, **error, **errors)

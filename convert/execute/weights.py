@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from convert.checkpoint.writer import shard_names, write_index, write_shard
+from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.job import Job
 from convert.execute.layer import Layer
-from convert.execute.manifest import Manifest, Unit, deal
+from convert.execute.manifest import Manifest, Unit
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import EXCERPT
-from convert.planning.base import Plan
+from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
+from eval.inputs.reader import Reader
 from eval.machine.device import trim_memory
-from eval.terminal.progress import stage
+from eval.terminal.progress import Progress, stage
 
 MakeLayer = Callable[[int], Layer]
 
 
-def _shards(plan: Plan, manifest: Manifest) -> dict[str, list[Unit]]:
-    shards = deal(manifest.units, plan.output.max_shard_size)
-    return dict(zip(shard_names(len(shards)), shards, strict=True))
+def unwritten(work: Work, shards: Mapping[str, list[Unit]]) -> int:
+    """The bytes of weight files that are not finished."""
+    return sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
 
 
-def require_space(job: Job, manifest: Manifest) -> None:
-    """Fail before the first byte if the disk cannot hold shards, statistics, and the inputs of two layers at a time."""
-    shards = _shards(job.plan, manifest)
-    needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
-    if job.text and needed:
-        there = {file: file.stat().st_size for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir()}
-        needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
-    job.work.require_space(needed)
-
-
-def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
-    """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
+def calibration_bytes(job: Job, text: CalibrationText) -> int:
+    """Disk space that statistics, samples, the inputs of two layers at a time, and layers converted in sequence still take."""
     plan, method = job.plan, job.plan.target.method
     width = plan.source.decoder.hidden_size
     needed = inputs = 2 * 4 * len(text.tokens.ids) * width
@@ -50,26 +41,28 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)
     if text.calibration.in_sequence:
-        converted = (unit for unit in manifest.units if unit.layer is not None)
+        converted = (unit for unit in job.manifest.units if unit.layer is not None)
         needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
-    return needed
+    there = (file for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir())
+    return max(0, needed - sum(file.stat().st_size for file in there))
 
 
-def write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:
-    """Write every missing shard.
+def write_weights(
+    work: Work, manifest: Manifest, shards: Mapping[str, list[Unit]], make_layer: MakeLayer, progress: Progress
+) -> list[dict[str, Any]]:
+    """Write every missing weight file, of the units that `shards` gives it.
 
     Returns:
         The note of each layer.
     """
-    work, shards = job.work, _shards(job.plan, manifest)
     notes: list[dict[str, Any]] = []
-    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
+    with stage(progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
             note = work.done(name)
             if note is not None:
                 done(sum(unit.nbytes for unit in shard))
             else:
-                tensors, note = _fill(job, shard, make_layer)
+                tensors, note = _fill(manifest.reader, shard, make_layer)
                 dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
                 work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
             notes += note
@@ -79,13 +72,13 @@ def write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[d
     return sorted(notes, key=lambda entry: entry["layer"])
 
 
-def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def _fill(reader: Reader, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """One shard's tensors (mapped if copied, else computed) and the notes of its layers."""
     tensors: dict[str, torch.Tensor] = {}
     notes = []
     for unit in shard:
         if unit.layer is None:
-            tensors |= unit.make(job.reader.__getitem__)
+            tensors |= unit.make(reader.__getitem__)
             continue
         converted = make_layer(unit.layer)
         for name, info in unit.outputs.items():

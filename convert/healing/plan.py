@@ -14,7 +14,8 @@ from convert.checkpoint.loading import empty_model
 from convert.families import Family
 from convert.healing.weights import held_parameters
 from convert.output.destination import Output, read_provenance
-from convert.planning.base import convertible, location_of
+from convert.planning.allowed import convertible
+from convert.planning.base import location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts

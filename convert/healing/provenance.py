@@ -14,7 +14,7 @@ from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
 from convert.healing.plan import HealPlan
 from convert.healing.texts import TrainingText
-from convert.output.card import command_line, metadata_of, render, stated_loading, stated_metadata
+from convert.output.card import command_line, inherited_licence, metadata_of, render, stated_loading, stated_metadata
 from convert.output.destination import read_provenance
 from convert.output.provenance import versions
 from convert.planning.texts import as_options
@@ -90,7 +90,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     del options["converted"]
     return render(
         "healing.md.j2",
-        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], plan.converted.files),
+        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=command_line("heal", plan.converted.reference, options),

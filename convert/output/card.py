@@ -42,24 +42,24 @@ def _environment() -> Any:
     return environment
 
 
-def metadata_of(base: str | None, tags: list[str], directory: Path) -> dict[str, Any]:
+def metadata_of(base: str | None, tags: list[str], licence: Any) -> dict[str, Any]:
     """What the Hub shows of a checkpoint, as conversion.json keeps it.
 
     Args:
         base: The Hub's name of the source; None if it has none.
         tags: Besides "kvfold".
-        directory: The source's files; the licence that their card names is inherited.
+        licence: From `inherited_licence`.
     """
     return {
         "base_model": base,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["kvfold", *tags],
-        "license": _inherited_licence(directory),
+        "license": licence,
     }
 
 
-def _inherited_licence(directory: Path) -> Any:
+def inherited_licence(directory: Path) -> Any:
     """The name, or the list of names, that the source's own card gives; None if it gives anything else."""
     from huggingface_hub import ModelCard
 

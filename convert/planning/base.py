@@ -1,4 +1,7 @@
-"""The Plan of a conversion. Everything that can be refused without weights is refused before a Plan exists."""
+"""The Plan of a conversion. Everything that can be refused without weights is refused before a Plan exists.
+
+`plan_grouped` and `plan_latent` make the target of one; `allowed` says what can become a source and a target.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,22 @@ from typing import TYPE_CHECKING, Any
 from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.formats import rounding_of
+from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import unmodelled_fields
-from convert.families.reading import family_for
-from convert.methods.text import ASSUMED_CONTEXT, Method, TextUse
-from convert.output.provenance import Recipe
+from convert.methods.text import ASSUMED_CONTEXT, TextUse
+from convert.output.destination import without_text
+from convert.output.provenance import Recipe, versions
 from convert.planning.bounds import rotary_dim
+from convert.planning.memory import with_room
 from convert.planning.positions import limited
+from convert.planning.targets import GroupedTarget
+from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
     from attention.formats import Format
     from attention.rope import Rotary
     from convert.families import Family
-    from convert.families.base import Traits
-    from convert.hosts import Host
-    from convert.hosts.engines import CacheOption, Engine
     from convert.output.destination import Output
     from convert.planning.calibration import Calibration, CalibrationOptions
     from convert.planning.targets import Target
@@ -65,7 +69,8 @@ class Plan:
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
         runs_on: The device on which layers run and are changed.
-        remarks: Notes for the user besides those of the target.
+        location: Where the source is, for a recipe that is read from another directory.
+        text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
     request: Request
@@ -73,7 +78,32 @@ class Plan:
     target: Target
     calibration: Calibration | None
     runs_on: str
-    remarks: tuple[str, ...] = ()
+    location: str
+    text_given: bool
+
+    @classmethod
+    def of(cls, request: Request, family: Family, target: Target, text: Calibration | None) -> Plan:
+        """The plan of a target.
+
+        Args:
+            request: What the user asks for.
+            family: The family that reads the source's attention.
+            target: The attention to convert it to.
+            text: How calibration text is used; None without text.
+
+        Raises:
+            Refusal: The device has no room for a model that has to write its text; or the result would be the source itself,
+                and the user does not accept a copy.
+        """
+        device = compute_device(request.device)
+        used = None if target.copies or text is None else with_room(text, request.source.config, device)
+        # Pooling heads is too little work to be worth moving weights.
+        pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
+        runs_on = "cpu" if pools and request.device == "auto" else str(device)
+        plan = cls(request, family, target, used, runs_on, location_of(request.source), text is not None)
+        if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
+            raise _nothing_to_change(plan.source.reference, plan.before)
+        return plan
 
     @property
     def source(self) -> Source:
@@ -84,11 +114,6 @@ class Plan:
     def output(self) -> Output:
         """Where the result goes."""
         return self.request.output
-
-    @property
-    def device(self) -> str:
-        """Where layers run and are changed, as on the command line."""
-        return self.request.device
 
     @property
     def seed(self) -> int:
@@ -136,6 +161,12 @@ class Plan:
         return self.target.host.reads_projections(self.family)
 
     @property
+    def unmodelled(self) -> list[str]:
+        """Config fields that make the source's attention differ from what the logits of its records say."""
+        traits = self.family.traits
+        return unmodelled_fields(traits.behind_projections if self.reads_projections else traits)
+
+    @property
     def channels(self) -> int:
         """How many numbers a token's statistics are about: those of a layer's input, or of all heads' keys and values."""
         return self.family.dims_of_heads if self.reads_projections else self.source.decoder.hidden_size
@@ -163,6 +194,16 @@ class Plan:
         return Calibrated(found, of, found) if found < of else None
 
     @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of the source, of no dims without RoPE."""
+        return self.family.first_rotary or no_rotary()
+
+    @property
+    def layout(self) -> Family:
+        """The family of the result's tensors."""
+        return self.target.host.layout(self.family)
+
+    @property
     def _rotary_dims(self) -> int:
         """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
         return self.before.rotary_keys * rotary_dim(self.family) if self.target.spec.kv_lora_rank else 0
@@ -184,13 +225,25 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: the target's, then on windows, then the remarks, then the source's."""
+        """Notes for the user: the target's, then on windows, then on the text, then the source's."""
         windows = self.before.window_note(self.context)
-        return (*self.target.notes, *([windows] if windows else ()), *self.remarks, *self.source.notes)
+        return (*self.target.notes, *([windows] if windows else ()), *self._text_notes, *self.source.notes)
+
+    @property
+    def _text_notes(self) -> list[str]:
+        """Notes on text that is missing or not used, and on a refit that the source rules out."""
+        if self.target.copies:
+            return ["the calibration text is not used"] if self.text_given else []
+        if self.from_weights_alone:
+            name = self.target.method.name
+            return [f"no calibration text: {name} uses weights and norm gains alone, which ruins most models"]
+        if self.calibration and self.calibration.refit and (hiding := self.unmodelled):
+            return [f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to"]
+        return []
 
     @property
     def layer_steps(self) -> tuple[str, ...]:
-        """The steps that follow the method in each layer, by their names in `convert.execute.steps`."""
+        """The steps that follow the method in each layer, by name."""
         refit = self.calibration is not None and self.calibration.refit
         return self.target.layer_steps(refit)
 
@@ -212,7 +265,7 @@ class Plan:
         """The command that repeats the result."""
         text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
         options = {
-            "model": location_of(self.source),
+            "model": self.location,
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,
@@ -223,6 +276,26 @@ class Plan:
             **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
         return Recipe(self.target.command, options)
+
+    def inputs(self, texts: list[str | None]) -> dict[str, Any]:
+        """All that decides the result's bytes, without its healing, which a resumed run may leave out.
+
+        Args:
+            texts: The hash of each calibration text; None for the model's own.
+        """
+        command, options = self.recipe
+        return {
+            "command": command,
+            **without_text(options),
+            "heal": None,
+            "device": self.runs_on,
+            "rough_products_in": str(rough(compute_device(self.runs_on))),
+            "config": self.source.raw,
+            "files": self.source.fingerprint,
+            "calibration_hashes": texts,
+            "rows_to_write": self.calibration.rows_to_write if self.calibration else 0,
+            "versions": versions(),
+        }
 
     def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""
@@ -242,7 +315,7 @@ class Plan:
             "calibration": self.calibration.as_options() if self.calibration else None,
             "output_class": target.host.name,
             "loads_in": target.host.loads_in,
-            "model_type": target.host.layout(self.family).model_type,
+            "model_type": self.layout.model_type,
             "cache_dtype": self.cache_dtype,
             "kv_bytes_per_token_before": held[0],
             "kv_bytes_per_token_after": held[1],
@@ -253,21 +326,10 @@ class Plan:
         }
 
 
-def require_change(plan: Plan) -> Plan:
-    """The plan, unless it would only copy its source, and the user does not accept a copy.
-
-    Raises:
-        Refusal: The result has the source's sizes, and its dtype.
-    """
-    if not plan.target.copies or "cast" in plan.steps or plan.request.accepts_a_copy:
-        return plan
-    reference, before = plan.source.reference, plan.before
-    if before.kv_lora_rank:
-        raise Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")
-    heads = before.num_kv_heads
-    fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
-    step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
-    raise Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")
+def _with_unit(size: int) -> str:
+    """`size` bytes in the largest unit that divides it: 5000000000 is "5GB"."""
+    unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
+    return f"{size // unit}{name}"
 
 
 def location_of(source: Source) -> str:
@@ -276,181 +338,11 @@ def location_of(source: Source) -> str:
     return str(path) if path else f"{source.repository}@{source.commit}"
 
 
-def _with_unit(size: int) -> str:
-    """`size` bytes in the largest unit that divides it: 5000000000 is "5GB"."""
-    unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
-    return f"{size // unit}{name}"
-
-
-def readable(source: Source) -> Family:
-    """The family of a source, by its config; it may be quantised.
-
-    Raises:
-        Refusal: It needs its own code, is no decoder alone, or belongs to no known family.
-    """
-    _refuse_foreign(source)
-    family = family_for(source.config)
-    if source.raw.get("per_layer_config"):
-        raise Refusal(
-            f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
-            hint="`convert families` lists the types that can be read",
-        )
-    _refuse_stray_heads(source, family)
-    if reason := family.unreadable:
-        raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
-    return family
-
-
-def convertible(source: Source) -> Family:
-    """The family of a source whose weights can be read, too.
-
-    Raises:
-        Refusal: As of `readable` or `quantisation`; or it is quantised.
-    """
-    family = readable(source)
-    if kind := quantisation(source):
-        raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(kind))
-    return family
-
-
-def _refuse_foreign(source: Source) -> None:
-    """Refuse what transformers has no class for, and a decoder that needs an encoder."""
-    name = source.model_type
-    if source.needs_code:  # which is not run to find this out
-        raise Refusal(
-            f"model type {name!r} cannot be read: its class is code of its own (auto_map in config.json), and kvfold reads "
-            "classes of transformers",
-            hint="`convert families` lists what can be read; `convert eval --trust-remote-code` runs that code to measure it",
-        )
-    if getattr(source.decoder, "is_causal", True) is False:
-        raise Refusal(
-            f"{source.reference} reads text both ways (is_causal is false in config.json)",
-            hint="choose a model that reads forwards: only such a model has a KV cache",
-        )
-    if getattr(source.config, "is_encoder_decoder", False):
-        raise Refusal(
-            f"{source.reference} is an encoder–decoder (model type {name!r}): its decoder attends to an encoder's states, too",
-            hint="choose a decoder-only model; `convert families` lists the model types that can be read",
-        )
-
-
-# By quant_method: the class of transformers by which a model is loaded dequantised.
-_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-
-
-def quantisation(source: Source) -> str | None:
-    """By what a source is quantised, as its config says; None if it is not.
-
-    Raises:
-        Refusal: As `Source.refuse_stale_quantisation`, of files on this machine.
-    """
-    if source.directory:
-        source.refuse_stale_quantisation()
-    return source.quantisation[0] if source.quantisation else None
-
-
-def _dequantised_by(kind: str) -> str:
-    """The next step for a quantised checkpoint: how it is dequantised, where that is possible."""
-    original = "convert the original checkpoint, then quantise"
-    if kind == "MLX":
-        return f"{original}; or dequantise it: `mlx_lm.convert --hf-path MODEL --mlx-path DIR --dequantize`"
-    load, save = "AutoModelForCausalLM.from_pretrained(MODEL", ".save_pretrained(DIR, save_original_format=False)"
-    if config := _DEQUANTISE.get(kind):
-        load = f'{load}, dtype="bfloat16", quantization_config={config}(dequantize=True))'
-    elif kind == "bitsandbytes":
-        load = f"{load}).dequantize()"
-    else:
-        return original
-    return f"{original}; or dequantise it, and copy its tokenizer: {load}{save}"
-
-
-def _refuse_stray_heads(source: Source, family: Family) -> None:
-    """Refuse a number of KV heads that the class ignores, because nothing else would: all sizes would follow from it."""
-    if not family.has_heads or family.shares_heads or family.needs_code:
-        return
-    heads, own = source.decoder.num_attention_heads, family.class_kv_heads
-    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, own):
-        have = f"each of its {heads} query heads has keys and values of its own"
-        raise Refusal(
-            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: "
-            + (have if own == heads else f"its {heads} query heads share {own}"),
-            hint="remove that key",
-        )
-
-
-def stored_dtype(source: Source, output: Output) -> str:
-    """The dtype of a result's weights, which its cache is kept in, too.
-
-    Raises:
-        Refusal: It would be float64, which no engine serves.
-    """
-    dtype = output.dtype or source.dtype
-    if dtype == "float64":
-        raise Refusal(
-            f"{source.reference} is stored in float64, which no engine serves a model in",
-            hint="give --dtype float32, bfloat16 or float16",
-        )
-    return dtype
-
-
-def require_stored(engine: Engine, cache_dtype: str | None, caches: Sequence[CacheOption], untried: bool = False) -> None:
-    """Refuse a format of the cache that is not among those that an engine stores, or that was not tried."""
-    stored = [cache.form for cache in caches if cache.tried or untried]
-    if rounding_of(cache_dtype) is not None and cache_dtype not in stored:
-        raise Refusal(
-            f"it is not known whether {engine.name} stores caches in {cache_dtype}",
-            hint=f"choose {', '.join(stored)}, or leave out --engine" if stored else "leave out --engine or --cache-dtype",
-        )
-
-
-def host_of(
-    hosts: Sequence[Host],
-    family: Family,
-    source: Source,
-    target: AttentionSpec,
-    engine: Engine | None = None,
-    hint: str | None = None,
-) -> Host:
-    """The first output class that can carry a target.
-
-    Args:
-        hosts: The classes, in order of preference: `HOSTS` of "gqa", "mqa" or "mla", or `PORTABLE`.
-        family: The source's family.
-        source: The checkpoint to convert.
-        target: The sizes of the result.
-        engine: What has to run it; sizes of latents are not asked here.
-        hint: The next step if no class can.
-
-    Raises:
-        Refusal: No class can; the message gives the reason of each.
-    """
-    refusals = []
-    for host in hosts:
-        reason = unfit(host, family, target, engine)
-        if reason is None:
-            return host
-        refusals.append(f"{host.name}: {reason}")
-    carried = "MLA" if target.kv_lora_rank else target.kind
-    raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}", hint=hint)
-
-
-def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
-    """Why an output class cannot carry a target, or an engine does not run it; None if nothing is in the way."""
-    if family.traits.sinks and not host.keeps_sinks:
-        return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
-    if reason := host.refuses(family, target):
-        return reason
-    if target.layer_ranks is not None and not host.ranks_per_layer:
-        return "the latents of its layers have one rank"
-    if engine and engine.name not in host.engines(family):
-        return f"{engine.name} does not run it, as far as was tried"
-    return None
-
-
-def text_notes(method: Method, text: Calibration | None, traits: Traits) -> Sequence[str]:
-    """Notes about missing text that the method could use, and about a refit that the source rules out."""
-    if text is None and method.text is TextUse.USED:
-        return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]
-    if text and text.refit and (hiding := unmodelled_fields(traits)):
-        return [f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to"]
-    return []
+def _nothing_to_change(reference: str, before: AttentionSpec) -> Refusal:
+    """Why a copy of a source is not made."""
+    if before.kv_lora_rank:
+        return Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")
+    heads = before.num_kv_heads
+    fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
+    step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
+    return Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
+from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
@@ -264,14 +264,13 @@ def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
-def calibration_for(source: Source, method: Method, wanted: CalibrationOptions, without: Sequence[str]) -> Calibration | None:
+def calibration_for(positions: int | None, method: Method, wanted: CalibrationOptions) -> Calibration | None:
     """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:
-        source: The checkpoint to convert.
+        positions: The most that the source supports; None if its config does not say.
         method: The method of the conversion.
         wanted: The user's options.
-        without: Names of methods that need no text.
 
     Raises:
         Refusal: The method needs text and has none, or cannot use it.
@@ -279,18 +278,19 @@ def calibration_for(source: Source, method: Method, wanted: CalibrationOptions, 
     if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine or wanted.heal:
         wanted = with_own_text(wanted)
     if not wanted.texts and method.text is TextUse.NEEDED:
+        without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
         raise Refusal(
             f"method {method.name} needs text to calibrate on",
             hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",
         )
-    require_consistent(source, wanted)
+    require_consistent(positions, wanted)
     if not wanted.texts:
         return None
     if method.text is TextUse.IGNORED and not (wanted.refit or wanted.refine or wanted.heal is not None):
         raise Refusal(f"method {method.name} looks at weights only and has no use for {wanted.flags}", hint="leave it out")
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
-    tokens, context, longest = _numbers(source, wanted)
+    tokens, context, longest = _numbers(positions, wanted)
     longest = longest if method.text is TextUse.USED else context
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
@@ -302,7 +302,7 @@ def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:
     return wanted if wanted.texts or wanted.no_text else replace(wanted, texts=DEFAULT)
 
 
-def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
+def require_consistent(positions: int | None, wanted: CalibrationOptions) -> None:
     """Check the options, independent of the method.
 
     Raises:
@@ -311,7 +311,7 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
     if wanted.texts and wanted.no_text:
         raise Refusal("give either a text to calibrate on or --no-text")
     if wanted.texts:
-        _numbers(source, wanted)
+        _numbers(positions, wanted)
     elif flags := wanted.flags:
         raise Refusal(
             f"{flags} {'is' if ' ' not in flags else 'are'} about calibration text, and there is none",
@@ -319,9 +319,9 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
         )
 
 
-def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]:
+def _numbers(limit: int | None, wanted: CalibrationOptions) -> tuple[int, int, int]:
     """Tokens in all, per block, and in the longest context that the result is for."""
-    limit, own = source.max_positions, any(text.own for text in wanted.texts)
+    own = any(text.own for text in wanted.texts)
     usual = min(_CONTEXT, limit or _CONTEXT)
     context = (min(_OWN_CONTEXT, usual) if own else usual) if wanted.context is None else wanted.context
     if limit and context > limit:

@@ -16,7 +16,7 @@ from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
-from convert.planning.base import host_of, quantisation, readable
+from convert.planning.allowed import host_of, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.budget import rule_text
 from eval.inputs.former import FORMERS
@@ -49,7 +49,7 @@ def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec = family.spec
-    host, _ = _carrier(source, family, spec, "mla")
+    host, _ = _carrier(family, spec, "mla")
     context = source.longest_context
     facts = {
         "model": source.reference,
@@ -70,7 +70,7 @@ def inspection(source: Source) -> Facts:
         **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
         "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
-        "output_classes": {kind: _host(source, family, spec, kind) for kind in HOSTS},
+        "output_classes": {kind: _host(family, spec, kind) for kind in HOSTS},
         **_noted(source, spec, context),
     }
     return Facts(facts, _inspection_text(facts))
@@ -85,7 +85,10 @@ def _noted(source: Source, spec: AttentionSpec, context: int) -> dict[str, Any]:
     if source.directory and source.code_note:
         notes.append(source.code_note)
     try:
-        if kind := quantisation(source):
+        if source.directory:
+            source.refuse_stale_quantisation()
+        if source.quantisation:
+            kind, _ = source.quantisation
             notes.append(f"it is quantised ({kind}), which a conversion refuses; all figures are of the model before that")
     except Refusal as stale:
         notes.append(f"{stale}: {stale.hint}")
@@ -109,18 +112,16 @@ def _origin(source: Source) -> dict[str, Any]:
     }
 
 
-def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
-    host, reason = _carrier(source, family, spec, kind)
+def _host(family: Family, spec: AttentionSpec, kind: str) -> str:
+    host, reason = _carrier(family, spec, kind)
     return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
 
 
-def _carrier(
-    source: Source, family: Family, spec: AttentionSpec, kind: str, engine: Engine | None = None
-) -> tuple[Host | None, str | None]:
+def _carrier(family: Family, spec: AttentionSpec, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
     """The output class of a kind of target; or None and the reason."""
     try:
         target = smallest_latent(family) if kind == "mla" else spec.grouped(1)
-        return host_of(HOSTS[kind], family, source, target, engine), None
+        return host_of(HOSTS[kind], family, target, engine), None
     except Refusal as error:
         return None, str(error)
 
@@ -179,7 +180,7 @@ def capacity(
         row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
         rows.append(row | {"parameters": parameters, "engines": engines})
 
-    hosts = {kind: _carrier(source, family, spec, kind, engine) for kind in HOSTS}
+    hosts = {kind: _carrier(family, spec, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
     if host:

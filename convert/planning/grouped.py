@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.formats import rounding_of
@@ -13,29 +13,16 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
-from convert.planning.base import (
-    Plan,
-    Request,
-    convertible,
-    host_of,
-    require_change,
-    require_stored,
-    stored_dtype,
-    text_notes,
-    unfit,
-)
+from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
+from convert.planning.base import Plan, Request
 from convert.planning.calibration import calibration_for
 from convert.planning.held import require_held
-from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
-from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
-    from convert.families.base import Traits
     from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
-    from eval.inputs.source import Source
 
 
 def plan_grouped(
@@ -59,74 +46,56 @@ def plan_grouped(
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    require_device(request.device)
-    source, output, device = request.source, request.output, compute_device(request.device)
+    source, output = request.source, request.output
     family = convertible(source)
     before = family.spec
     spec = before.grouped(groups)
     require_proved(family)
-    kind = "mqa" if groups == 1 else "gqa"
-    stored_dtype(source, output)  # refuses what no engine serves
-    hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
+    require_served(output.dtype or source.dtype)
+    hosts = [host for host in HOSTS["mqa" if groups == 1 else "gqa"] if output_class in (None, host.kind)]
     engine = engine_of(output.engine)
-    host = host_of(hosts, family, source, spec, engine, "leave out --class" if output_class else None)
-    require_held(host, family, source)
+    host = host_of(hosts, family, spec, engine, "leave out --class" if output_class else None)
+    require_held(host, family)
     if engine:
         require_stored(engine, cache_dtype, engine.stores(host, spec))
-    behind = host.reads_projections(family)
     spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
-    changes = spec != before or rounding_of(cache_dtype) is not None
-    traits = family.traits
-    if changes and not behind:
-        _check_clip(source, method, traits, cache_dtype)
-    text = calibration_for(source, method, request.calibration, methods.GROUPED)
+    rounds, traits = rounding_of(cache_dtype) is not None, family.traits
+    behind = host.reads_projections(family)
+    if (spec != before or rounds) and traits.clip is not None and not behind:
+        _refuse_clip(traits.clip, method, cache_dtype if rounds else None)
+    text = calibration_for(source.max_positions, method, request.calibration)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    if spec == before and changes and text is None:
+    heads = before.num_kv_heads
+    if spec == before and rounds and text is None:
         raise Refusal(
-            f"{source.reference} has {before.num_kv_heads} KV heads: without text, nothing of it changes for {cache_dtype}",
+            f"{source.reference} has {heads} KV heads: without text, nothing of it changes for {cache_dtype}",
             hint="leave out --no-text, and give a --method that uses text",
         )
-    remarks = tuple(text_notes(method, text, traits.behind_projections if behind else traits))
     if spec != before:
         notes = (*_inexact(family, spec, engine, method, behind), *host.notes(family))
-    elif changes:
-        stay = f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}"
-        notes = (stay, *host.notes(family))
+    elif rounds:
+        notes = (f"its {heads} KV heads stay, and are only made fit for a cache in {cache_dtype}", *host.notes(family))
     else:
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
-        notes = (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
-        remarks = ("the calibration text is not used",) if text else ()
-    options = _options(command, groups, output_class)
-    target = GroupedTarget(command, options, before, spec, method, host, notes, cache_dtype)
-    text = None if target.copies else text  # a copy needs no calibration
-    require_room_to_write(source, text, device)
-    text = with_default_healing(source, text, device)
-    # Pooling heads is too little work to be worth moving weights.
-    pooling = request.device == "auto" and method.text is TextUse.IGNORED and text is None
-    return require_change(Plan(request, family, target, text, "cpu" if pooling else str(device), remarks))
+        notes = (f"{heads} KV heads are what the source has: {how} unchanged",)
+    options = ({} if output_class is None else {"class": output_class}) | ({} if command == "mqa" else {"groups": groups})
+    return Plan.of(request, family, GroupedTarget(command, options, before, spec, method, host, notes, cache_dtype), text)
 
 
-def _options(command: str, groups: int, output_class: str | None) -> dict[str, Any]:
-    of_class = {} if output_class is None else {"class": output_class}
-    return of_class if command == "mqa" else {"groups": groups} | of_class
-
-
-def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dtype: str | None) -> None:
+def _refuse_clip(clip: float, method: GroupedMethod, cache_dtype: str | None) -> None:
     """Refuse what changes projections, and makes up for it later, where a clamp comes between."""
-    if traits.clip is not None and rounding_of(cache_dtype) is not None:
+    clamped = f"queries, keys and values are clamped to {clip} (clip_qkv in config.json), and"
+    if cache_dtype is not None:
         raise Refusal(
-            f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and --cache-dtype {cache_dtype} "
-            "changes their size before that",
+            f"{clamped} --cache-dtype {cache_dtype} changes their size before that",
             hint="use --class kvfold, which does so behind the clamp, or leave out --cache-dtype",
         )
-    if traits.clip is None or method.text is TextUse.IGNORED:
-        return
-    able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]
-    raise Refusal(
-        f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes "
-        "their size before that",
-        hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able)}",
-    )
+    if method.text is not TextUse.IGNORED:
+        able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]
+        raise Refusal(
+            f"{clamped} method {method.name} changes their size before that",
+            hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able)}",
+        )
 
 
 def _inexact(family: Family, target: AttentionSpec, engine: Engine | None, method: GroupedMethod, behind: bool) -> list[str]:

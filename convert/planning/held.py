@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from convert.families.reading.twin import Twin
     from convert.hosts.base import Host
     from convert.methods.latent import LatentMethod
-    from eval.inputs.source import Source
 
 _ALIKE = 1e-4  # of the largest logit
 
 
-def require_held(host: Host, family: Family, source: Source, method: LatentMethod | None = None) -> None:
+def require_held(host: Host, family: Family, method: LatentMethod | None = None) -> None:
     """Refuse a found type that kvfold's class does not hold. Rows of types were tested.
 
     Args:
         host: The output class.
-        family: Of the source.
-        source: The checkpoint to convert; only its config is read.
+        family: Of the source, bound to its config.
         method: Of MLA, any: at full size each is exact. None for GQA and MQA.
 
     Raises:
@@ -39,16 +37,16 @@ def require_held(host: Host, family: Family, source: Source, method: LatentMetho
 
     hint = "GQA and MQA stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
     try:
-        twin = Twin(source.config)
+        twin = Twin(family.config)
         before = twin.logits(twin.text())
         made = _full_size(host, family.of(twin.config), twin, method)
         after = made(twin.text(), use_cache=False).logits
         require_decoding(made)
     except Exception as error:  # classes raise errors of many kinds
-        said = f"a small model of {source.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
+        said = f"a small model of {family.config.model_type} in {host.name}'s class does not run: {one_line(error, 200)}"
         raise Refusal(said, hint=hint) from None
     if not near(after, before, _ALIKE):
-        raise Refusal(f"{host.name}'s class does not compute what {source.config.model_type} does, on a small model", hint=hint)
+        raise Refusal(f"{host.name}'s class does not compute what {family.config.model_type} does, on a small model", hint=hint)
 
 
 def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod | None) -> Any:

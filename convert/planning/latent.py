@@ -6,35 +6,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
+from convert import methods
 from convert.families.deepseek import NormalisedLatent
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
+from convert.methods.text import TextUse
 from convert.output.destination import check_output
-from convert.planning.base import (
-    Plan,
-    Request,
-    convertible,
-    host_of,
-    require_change,
-    require_stored,
-    stored_dtype,
-    text_notes,
-)
+from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
+from convert.planning.base import Plan, Request
 from convert.planning.bounds import LatentBounds, smallest_latent
+from convert.planning.calibration import calibration_for, with_own_text
 from convert.planning.held import require_held
-from convert.planning.memory import require_room_to_write, with_default_healing
-from convert.planning.portable import latent_calibration, portable_hint
 from convert.planning.sizes import AUTO, LatentSize, Sizing
-from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
+    from attention.spec import AttentionSpec
     from convert.families import Family
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
+    from convert.planning.calibration import Calibration, CalibrationOptions
     from convert.planning.targets import LatentTarget
-    from eval.inputs.source import Source
 
 
 def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Plan:
@@ -48,8 +41,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    require_device(request.device)
-    source, output, device = request.source, request.output, compute_device(request.device)
+    source, output = request.source, request.output
     family = convertible(source)
     if isinstance(family, NormalisedLatent):
         raise Refusal(
@@ -62,32 +54,28 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
         raise Refusal(
             "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"
         )
-    dtype, engine = stored_dtype(source, output), engine_of(output.engine)
+    dtype, engine = output.dtype or source.dtype, engine_of(output.engine)
+    require_served(dtype)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    bounds = LatentBounds(source, family, _host(source, family, size, engine))
-    require_held(bounds.host, family, source, method)
+    bounds = LatentBounds(source, family, _host(family, size, engine))
+    require_held(bounds.host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
     target = Sizing(bounds, method, engine, dtype).target(size)
     if engine:
         target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = latent_calibration(source, method, request.calibration, bounds.host, size.per_layer_ranks)
-    remarks = text_notes(method, text, family.traits.behind_projections)
-    if target.copies:
-        text, remarks = None, ["the calibration text is not used"] if text else []
-    require_room_to_write(source, text, device)
-    text = with_default_healing(source, text, device)
-    return require_change(Plan(request, family, target, text, str(device), tuple(remarks)))
+    text = _calibration(source.max_positions, method, request.calibration, bounds.host, size.per_layer_ranks)
+    return Plan.of(request, family, target, text)
 
 
-def _host(source: Source, family: Family, size: LatentSize, engine: Engine | None) -> Host:
+def _host(family: Family, size: LatentSize, engine: Engine | None) -> Host:
     """The first output class that carries a latent of the source."""
     smallest = smallest_latent(family)
     if size.per_layer_ranks:
         smallest = replace(smallest, layer_ranks=(1,) * family.spec.num_layers)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
-    return host_of(hosts, family, source, smallest, engine, portable_hint(family, smallest, engine))
+    return host_of(hosts, family, smallest, engine, _portable_hint(family, smallest, engine))
 
 
 def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
@@ -98,3 +86,48 @@ def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> Late
         raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
     note = engine.note(bounds.before)
     return replace(target, notes=(*target.notes, note)) if note else target
+
+
+def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
+    """The user's options, with the refit.
+
+    Raises:
+        Refusal: There is no text, or the method or the options make no use of it.
+    """
+    if method.text is TextUse.IGNORED:
+        raise Refusal(
+            f"--portable needs calibration text, and method {method.name} has no use for it",
+            hint=f"use --method {methods.LATENT[0]} or another that takes text",
+        )
+    if not with_own_text(options).texts:
+        raise Refusal(
+            "--portable needs calibration text: the norm of its latent is fitted to it",
+            hint="leave out --no-text",
+        )
+    if options.refit is False:
+        raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
+    return replace(options, refit=True)
+
+
+def _calibration(
+    positions: int | None, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
+) -> Calibration | None:
+    """The calibration of a latent, in any output class; None without text.
+
+    Raises:
+        Refusal: Ranks per layer or a portable result need text and have none; or as of `calibration_for`.
+    """
+    if host.portable:
+        calibration = _portable_calibration(method, calibration)
+    text = calibration_for(positions, method, calibration)
+    if per_layer_ranks and text is None:
+        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
+    return text
+
+
+def _portable_hint(family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
+    """The next step if no other class is for the engine; None if this one is not, either."""
+    for host in PORTABLE:
+        if engine and unfit(host, family, target, engine) is None:
+            return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
+    return None

@@ -11,7 +11,6 @@ from eval.machine.device import free_memory, whole_memory
 
 if TYPE_CHECKING:
     from convert.planning.calibration import Calibration
-    from eval.inputs.source import Source
 
 _BYTES = 4  # of a weight: models run in fp32 on some devices
 _TO_HEAL = 20  # bytes for each weight: source and result in fp32, gradients and moments of attention, activations
@@ -19,35 +18,28 @@ _SHARE = 0.8  # of a device's memory that a healing by default may take
 HEALED = 65536  # tokens by default, at most: as many as the calibration has
 
 
-def require_room_to_write(source: Source, calibration: Calibration | None, device: Any) -> None:
-    """Refuse a calibration on text that the model has to write, and cannot.
-
-    Raises:
-        Refusal: The model does not fit in memory.
-    """
-    if calibration is None or not calibration.rows_to_write:
-        return
-    if missing := lacks_room(source, device):
-        raise Refusal(
-            f"{source.reference} cannot write its own calibration text: {missing}",
-            hint="calibrate on a text with --text FILE; --no-text uses weights alone, and ruins most models",
-        )
-
-
-def with_default_healing(source: Source, calibration: Calibration | None, device: Any) -> Calibration | None:
-    """The calibration, with a healing where none was asked for or ruled out, and memory suffices.
+def with_room(calibration: Calibration, config: Any, device: Any) -> Calibration:
+    """The calibration of a model, healed by default where a device has memory for that, and none was asked for or ruled out.
 
     Whatever else uses the memory now does not matter: the same command gives the same plan.
+
+    Raises:
+        Refusal: The model has to write its text, and does not fit in memory.
     """
-    if calibration is None or calibration.heal is not None:
+    if calibration.rows_to_write and (missing := lacks_room(config, device)):
+        raise Refusal(
+            f"the model cannot write its own calibration text: {missing}",
+            hint="calibrate on a text with --text FILE; --no-text uses weights alone, and ruins most models",
+        )
+    if calibration.heal is not None:
         return calibration
-    needed = _TO_HEAL * count_parameters(source.config)
+    needed = _TO_HEAL * count_parameters(config)
     return replace(calibration, heal=min(HEALED, calibration.tokens) if needed <= _SHARE * whole_memory(device) else 0)
 
 
-def lacks_room(source: Source, device: Any) -> str | None:
-    """The memory that a whole model lacks on a device, or None."""
-    needed, free = _BYTES * count_parameters(source.config), free_memory(device)
+def lacks_room(config: Any, device: Any) -> str | None:
+    """The memory that the whole model of a config lacks on a device, or None."""
+    needed, free = _BYTES * count_parameters(config), free_memory(device)
     if needed <= free:
         return None
     return f"it takes {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free"

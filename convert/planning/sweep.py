@@ -13,12 +13,12 @@ from attention.errors import Refusal
 from convert import methods
 from convert.methods.text import Method, TextUse
 from convert.output.destination import check_output
-from convert.planning.base import Plan, Request, convertible
+from convert.planning.allowed import convertible
+from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
 from convert.planning.sizes import LatentSize
-from eval.machine.device import require_device
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
@@ -45,8 +45,7 @@ def plans_for(
             left out.
     """
     source, calibration = request.source, request.calibration
-    require_device(request.device)
-    require_consistent(source, calibration)
+    require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
     counts = Counter(candidate.name for candidate in candidates)
     if twice := [name for name, count in counts.items() if count > 1]:

@@ -1,9 +1,12 @@
-"""The targets that a plan converts to. Each has its recipe and its facts; `convert.execute.steps` changes layers."""
+"""The targets that a plan converts to, and what a text chooses for one.
+
+Each has its recipe and its facts; `convert.execute.layer` changes layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.formats import rounding_of
@@ -13,6 +16,7 @@ from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import Allocation, LatentMethod
 
 if TYPE_CHECKING:
+    from attention.formats import Format
     from attention.rope import Rotary
     from convert.families import Family
 
@@ -44,7 +48,12 @@ class GroupedTarget:
     @property
     def copies(self) -> bool:
         """Whether nothing changes."""
-        return self.spec == self.before and rounding_of(self.cache_dtype) is None
+        return self.spec == self.before and self.rounding is None
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format through whose rounding keys and values are made fit; None for a dtype."""
+        return rounding_of(self.cache_dtype)
 
     def recipe(self) -> dict[str, Any]:
         """The target's options, as on the command line."""
@@ -60,7 +69,7 @@ class GroupedTarget:
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
         """As of `LatentTarget`."""
-        steps = {"balance": rounding_of(self.cache_dtype) is not None, "refit": refit}
+        steps = {"balance": self.rounding is not None, "refit": refit}
         return tuple(name for name, taken in steps.items() if taken)
 
 
@@ -99,6 +108,11 @@ class LatentTarget:
         """Whether nothing changes."""
         return self.spec == self.before
 
+    @property
+    def rounding(self) -> Format | None:
+        """As of `GroupedTarget`."""
+        return rounding_of(self.cache_dtype)
+
     def recipe(self) -> dict[str, Any]:
         """The target's options, as on the command line."""
         return {
@@ -120,14 +134,14 @@ class LatentTarget:
         return dict(raw) if self.copies else self.host.config(raw, family, spec, rotary)
 
     def layer_steps(self, refit: bool) -> tuple[str, ...]:
-        """The steps that follow the method in each layer, in order, by their names in `convert.execute.steps`.
+        """The steps that follow the method in each layer, in order, by name.
 
         Args:
             refit: Whether queries, keys and values are fitted to a text.
         """
         steps = {
             "constant norm": self.host.portable,
-            "balance": rounding_of(self.cache_dtype) is not None,
+            "balance": self.rounding is not None,
             "refit": refit,
             "queries behind a norm": self.spec.q_lora_rank is not None,
             "scale": True,
@@ -145,6 +159,38 @@ class LatentTarget:
             rotary_keys=self.before.rotary_keys,
             ladder=self.host.portable,
         )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the text has chosen for a latent.
+
+    Attributes:
+        pairs: The frequencies that stay rotary.
+        pursued: Whether a pursuit found them.
+        tried: Every candidate and its error on the text; empty if there was only one.
+        ranks: The rank of each layer; empty if all have one.
+    """
+
+    pairs: tuple[float, ...] = ()
+    pursued: bool = False
+    tried: tuple[dict[str, Any], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def rotary(self, of: Rotary) -> Rotary:
+        """The rotary embedding of the RoPE key; `of` is the source's."""
+        return of.select(self.pairs, "interleaved")
+
+    def allocation(self, target: LatentTarget, rotary: Rotary, layer: int) -> Allocation:
+        """What a method factors a layer to; `rotary` is the source's rotary embedding."""
+        allocation = target.allocation(rotary).keeping(self.pairs, self.pursued)
+        return replace(allocation, rank=self.ranks[layer]) if self.ranks else allocation
+
+    def facts(self) -> dict[str, Any]:
+        """The entries of conversion.json for a latent."""
+        tried = {"rotary_frequencies_tried": list(self.tried)} if self.tried else {}
+        ranks = {"kv_lora_ranks": list(self.ranks)} if self.ranks else {}
+        return {"rotary_frequencies": list(self.pairs), **tried, **ranks}
 
 
 Target = GroupedTarget | LatentTarget

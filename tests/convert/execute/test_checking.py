@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +21,19 @@ from convert.execute import checking
 from convert.execute.checking import Sample, checked
 from eval.inputs.source import Source
 from eval.inputs.text import Text, tokenize
+from eval.quality.opened import Opened
 from eval.terminal.progress import silent
 
 Warned = Callable[[], list[str]]
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"calibration_tokens": 512, "calibration_context": 32}
 pytestmark = pytest.mark.usefixtures("writing")
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    with Opened() as models:
+        yield models
 
 
 def spoil(path: Path) -> None:
@@ -43,11 +50,13 @@ def plan_of(source: Path, **changes: Any) -> Any:
     return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
-def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, logits: Callable[..., torch.Tensor]) -> None:
+def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened: Opened) -> None:
     source = checkpoint(tie_word_embeddings=False)
     tokens = tokenize(Text("t", "the quick brown fox " * 20), Source.parse(str(source)).tokenizer())
     sample = Sample.of(tokens, len(tokens.ids))
-    found = checked(plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], CPU, tmp_path, silent)
+    found = checked(
+        plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], CPU, tmp_path, silent, opened
+    )
     assert found is not None
     own, given = found["texts"]
     assert (own["text"], own["tokens"], given["text"], given["tokens"]) == ("the source's own text", 8 * 128, "t", 400)
@@ -59,15 +68,15 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, logits
     assert given["source_nats"] == pytest.approx(-said.gather(1, sample.ids[0, 1:, None]).mean().item(), rel=1e-5)
 
 
-def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: Warned) -> None:
+def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: Warned, opened: Opened) -> None:
     source, ruined = checkpoint(tie_word_embeddings=False), checkpoint(name="ruined", tie_word_embeddings=False)
     spoil(ruined)
     with pytest.raises(NotPublished, match=r"of the source's own text, the result loses \d+\.\d\d nats") as caught:
-        checked(plan_of(source), ruined, [], CPU, tmp_path, silent)
+        checked(plan_of(source), ruined, [], CPU, tmp_path, silent, opened)
     assert caught.value.exit_code == 3
     assert "--resume --force" in str(caught.value.hint)
     assert warned() == []
-    found = checked(plan_of(source, request=SimpleNamespace(accepts_any_loss=True)), ruined, [], CPU, tmp_path, silent)
+    found = checked(plan_of(source, request=SimpleNamespace(accepts_any_loss=True)), ruined, [], CPU, tmp_path, silent, opened)
     assert found is not None
     assert found["texts"][0]["loss_nats"] > 5
     (said,) = warned()
@@ -78,15 +87,14 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
     (0.2, 2.0, False, False), (0.3, 2.0, True, False), (5.1, 0.1, True, True), (1.1, math.log(331) - 1.0, True, True),
     (0.1, math.log(331), False, False),
 ])  # fmt: skip
-def test_what_is_too_bad(loss: float, before: float, warns: bool, stops: bool, checkpoint: Make, warned: Warned) -> None:
-    plan = plan_of(checkpoint(tie_word_embeddings=False))
+def test_what_is_too_bad(loss: float, before: float, warns: bool, stops: bool, warned: Warned) -> None:
     found = [{"text": "a", "tokens": 9, "source_nats": before, "loss_nats": loss},
              {"text": "b", "tokens": 9, "source_nats": before, "loss_nats": 0.0}]  # fmt: skip
     if stops:
         with pytest.raises(NotPublished, match="on 9 tokens of a, the result loses"):
-            checking._judge(plan, found)
+            checking._judge(found, 331, False, "do better")
     else:
-        checking._judge(plan, found)
+        checking._judge(found, 331, False, "do better")
         assert bool(warned()) == warns
 
 
@@ -119,11 +127,12 @@ def test_without_a_text_the_model_writes_one(finished: Find) -> None:
 def test_a_repeated_conversion_reads_what_was_written(
     finished: Find, tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(*args: Any) -> torch.Tensor:
-        raise AssertionError("it is not written again")
+    def other(source: Source, rows: int, *how: Any, **more: Any) -> torch.Tensor:
+        assert rows == checking.OWN_ROWS, "the text of the calibration is not written again"
+        return writing.own_text(source, rows, *how, **more)
 
     made = finished("own text")
-    monkeypatch.setattr("convert.execute.inputs.own_text", other)
+    monkeypatch.setattr("convert.execute.checking.own_text", other)
     ok(convert("run", made.path, tmp_path / "again"))
     same_but_for_the_run(made.path, tmp_path / "again")
     shutil.copytree(made.path / "calibration", tmp_path / "calibration")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from records import factored as factored_record
 from records import inputs, measured, record
 from written import Convert, Make, ok, read, silence
 
 from attention.formats import FORMATS
-from convert.execute import deciding, steps
+from convert.execute import deciding, layer
 
 
 def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
@@ -44,7 +41,7 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fitted = []
-    monkeypatch.setattr(steps, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
+    monkeypatch.setattr(layer, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
     said = [note for note in read(tmp_path / "out" / "conversion.json")["notes"] if "refitted" in note]
@@ -55,10 +52,8 @@ def test_a_plan_says_why_queries_are_not_refitted(
 @pytest.mark.parametrize(("form", "fitted_to"), [("int3", "int3"), ("int4", None), ("fp8", None), ("mixed", None)])
 def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitted_to: str | None, monkeypatch: Any) -> None:
     seen = []
-    monkeypatch.setattr(steps, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
-    text = SimpleNamespace(calibration=SimpleNamespace(refit=True))
-    job: Any = SimpleNamespace(text=text, shows_attention=True, device=torch.device("cpu"))
-    start = dataclasses.replace(factored_record(), rounding=FORMATS[form])
-    after = steps.refit(job, record(4, 2, 3, 0, 20), start, measured(inputs(20)))
+    monkeypatch.setattr(layer, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
+    monkeypatch.setattr(layer, "balanced", lambda after, _: after)
+    after = layer.adapted(record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)), FORMATS[form], True, True)
     assert seen == [FORMATS.get(fitted_to or "")]
     assert after.rounding is FORMATS[form]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok, read, weights
 
-from convert.execute.layers import loadable_manifest, reader_of
+from convert.execute.manifest import loadable_manifest
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
 from convert.planning.base import Plan, Request
@@ -33,7 +33,7 @@ def planned(source: Path, groups: int | None = None, dtype: str | None = None) -
 def written_of(source: Path, groups: int | None = None) -> tuple[set[str], dict[str, str]]:
     """Names of what a conversion writes; what it drops, with reasons. No weights are read."""
     plan = planned(source, groups)
-    manifest = loadable_manifest(plan, reader_of(plan))
+    manifest = loadable_manifest(plan)
     return set(manifest.outputs), manifest.dropped
 
 

@@ -16,7 +16,7 @@ from attention import load
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from convert.planning.base import readable
+from convert.planning.allowed import readable
 from eval.inputs.source import Source
 from eval.quality.cost import measured_bytes_per_token
 

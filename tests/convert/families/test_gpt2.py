@@ -12,7 +12,7 @@ from written import Convert, Logits, Make, edit, ok, weights
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
-from convert.planning.base import readable
+from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
 

@@ -16,7 +16,7 @@ from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
 from convert.healing.plan import named
 from convert.healing.trainable import Adapted, compute_layers_again, fixed, trained
-from convert.planning.base import readable
+from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
 LAYER = "model.layers.0.self_attn."

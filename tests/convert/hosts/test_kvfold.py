@@ -23,7 +23,7 @@ from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
-from convert.planning.base import readable
+from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
 

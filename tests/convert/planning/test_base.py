@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from attention.errors import Refusal
 from convert.families import FAMILIES
 from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request, convertible, readable, text_notes
-from convert.planning.calibration import Calibration, CalibrationOptions
+from convert.planning.allowed import convertible, readable
+from convert.planning.base import Plan, Request
+from convert.planning.calibration import CalibrationOptions, GivenTexts
 from convert.planning.describe import inspection
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import plan_latent
@@ -156,10 +159,70 @@ HIDDEN = "only outputs are refitted:"
     ],
 )
 def test_what_cannot_be_refitted_is_remarked(
-    model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources
+    model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources, output: Output
 ) -> None:
-    made = source(model_type, **changes)
-    text = Calibration(texts_of("some.txt", None), 640, 64, refit, 0, 64)
-    traits = readable(made).traits
-    expected = [] if note is None else [note]
-    assert text_notes(load_grouped("aligned"), text, traits) == expected
+    text = replace(TEXT, refit=refit, refine=0, heal=0)
+    plan = plan_grouped(Request(source(model_type, **changes), output, text, "cpu"), "gqa", 2, load_grouped("aligned"))
+    assert [said for said in plan.notes if said.startswith(HIDDEN)] == ([] if note is None else [note])
+
+
+# ---- what its bytes depend on: a run with other inputs is not resumed ----------------------------------------------
+
+LINES = "a line of words, and another " * 20
+
+
+def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = LINES, **options: Any) -> dict[str, Any]:
+    """Of a conversion to fewer heads, with strings or files as its text."""
+    text = CalibrationOptions(
+        texts_of([given] if isinstance(given, str) else given, None), **{"tokens": 256, "context": 32} | options
+    )
+    request = Request(Source.parse(str(source)), Output(source.with_name("out")), text, "cpu")
+    plan = plan_grouped(request, "gqa", groups, load_grouped(method))
+    assert plan.calibration is not None
+    return plan.inputs(GivenTexts.read(plan.source, plan.calibration).hashes)
+
+
+def test_a_text_is_known_by_its_tokens_wherever_it_lies(checkpoint: Make, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a.txt", "elsewhere/b.txt"):
+        (tmp_path / name).write_text(LINES)
+    source = checkpoint()
+    assert inputs(source) == inputs(source, given=tmp_path / "a.txt") == inputs(source, given=tmp_path / "elsewhere" / "b.txt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"groups": 1}, {"groups"}),
+        ({"given": LINES[::-1]}, {"calibration_hashes"}),
+        ({"context": 16}, {"calibration_context", "calibration_hashes"}),
+        ({"tokens": 128}, {"calibration_tokens", "calibration_hashes"}),
+        ({"refit": False}, {"refit"}),
+        ({"refine": 2}, {"refine"}),
+        ({"method": "mean", "refit": True}, {"method"}),
+        ({"heal": 640}, set()),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "differing",
+)
+def test_settings_and_text_are_inputs(changes: dict[str, Any], differing: set[str], checkpoint: Make) -> None:
+    source = checkpoint()
+    before, after = inputs(source), inputs(source, **changes)
+    assert {key for key in before | after if before.get(key) != after.get(key)} == differing
+
+
+def test_config_and_weights_are_inputs(checkpoint: Make) -> None:
+    source = checkpoint()
+    before = inputs(source)
+    os.utime(source / "model.safetensors", ns=(0, 0))
+    touched = inputs(source)
+    assert {key for key in before if before[key] != touched[key]} == {"files"}
+    edited = inputs(edit(source, rms_norm_eps=0.5))
+    assert {key for key in before if touched[key] != edited[key]} == {"config"}
+
+
+def test_shares_of_a_text_that_is_written_are_inputs(checkpoint: Make, tmp_path: Path) -> None:
+    """The file has one block, whatever its share, so that its hash does not tell."""
+    source, short = checkpoint(), tmp_path / "short.txt"
+    short.write_text("forty characters, or a few more than that")
+    before, after = (inputs(source, given={"self": share, short: 1}, tokens=512) for share in (1, 3))
+    assert (before["rows_to_write"], after["rows_to_write"]) == (8, 12)

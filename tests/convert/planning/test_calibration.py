@@ -30,7 +30,7 @@ METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
 
 
 def decided(source: Source, method: str = "weighted", **options: Any) -> Calibration | None:
-    return calibration_for(source, METHODS[method], CalibrationOptions(**options), ["svd", "mean"])
+    return calibration_for(source.max_positions, METHODS[method], CalibrationOptions(**options))
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("method", "options", "message", "hint"),
     [
-        ("pca", {}, "method pca needs text to calibrate on", "svd or mean needs none"),
+        ("pca", {}, "method pca needs text to calibrate on", "weighted or svd needs none"),
         ("weighted", {"refine": 3}, "--refine is about calibration text, and there is none", "give --text FILE"),
         ("mean", {"tokens": 9, "context": 9}, "--calibration-context and --calibration-tokens are about", "--dataset"),
         ("svd", {"texts": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),

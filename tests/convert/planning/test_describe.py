@@ -13,7 +13,7 @@ from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
 from convert import plan
-from convert.execute.conversion import _check_lines, conversion_text, plan_text
+from convert.execute.conversion import Conversion, PlannedConversion, _check_lines
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
@@ -190,13 +190,13 @@ def factored(source: Source, output: Output, size: LatentSize) -> Plan:
 
 def test_plans_in_words(source: Sources, output: Output) -> None:
     latent = factored(source("deepseek_v3"), Output(output.path, "bfloat16"), LatentSize(12, 8))
-    text = plan_text(latent).splitlines()
+    text = str(PlannedConversion(latent)).splitlines()
     assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
     assert text[1] == "steps: svd → scale → cast to bfloat16"
     assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
     grouped = merged(source(), output)
-    assert conversion_text(grouped, {}).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
+    assert str(Conversion(grouped, {})).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
     table = plans_text([grouped, latent])
     assert "GQA-2" in table
     assert "MLA-12+8" in table
@@ -220,7 +220,7 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
         assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
         assert ("notes" in found) == (context > 19)
     grouped = merged(made, output)
-    text = plan_text(grouped).splitlines()
+    text = str(PlannedConversion(grouped)).splitlines()
     assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
     assert NOTE in text
     assert (grouped.as_dict()["kv_bytes_per_token_after"], grouped.as_dict()["kv_context"]) == (166, 128)
@@ -247,7 +247,9 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
     for groups, dtype, given, line in ways:
         request = Request(made, replace(output, dtype=dtype), given, "cpu")
         plan = plan_grouped(request, "gqa", groups, load_grouped("aligned"))
-        assert [said for said in plan_text(plan).splitlines() if said.startswith("steps")] == ([line] if line else [])
+        assert [said for said in str(PlannedConversion(plan)).splitlines() if said.startswith("steps")] == (
+            [line] if line else []
+        )
         assert plan.as_dict()["steps"][:1] == ([] if groups == 4 else ["aligned"])
 
 

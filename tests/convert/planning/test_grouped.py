@@ -96,7 +96,7 @@ def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None
 @pytest.mark.parametrize("model_type", ["olmo", "olmoe"])
 def test_projections_that_are_clamped_are_averaged_alone(model_type: str, source: Sources, output: Output) -> None:
     made = source(model_type, clip_qkv=0.5)
-    with pytest.raises(Refusal, match=r"clamps queries, keys and values to 0\.5 \(clip_qkv\), and method aligned") as caught:
+    with pytest.raises(Refusal, match=r"are clamped to 0\.5 \(clip_qkv in config.json\), and method aligned") as caught:
         planned(made, output, method="aligned")
     assert "--method mean or first" in str(caught.value.hint)
     assert planned(made, output).target.spec.num_kv_heads == 2

@@ -39,14 +39,14 @@ FEW = ("cohere2_moe", "exaone_moe", "flex_olmo", "gpt-sw3", "minimax_m3_vl_text"
 @pytest.mark.parametrize("model_type", rows(HELD, FEW))
 def test_kvfolds_class_holds_what_experiments_found(model_type: str, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
-    require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
+    require_held(LATENT_HOST, family_for(made.config), WEIGHTED)
 
 
 # Classes that ignore the number of KV heads, and some with QK-norm, behind which kvfold's class shares heads.
 @pytest.mark.parametrize("model_type", [*UNSHARED, "dots1", "exaone_moe", "flex_olmo"])
 def test_kvfolds_class_holds_their_shared_heads(model_type: str, convert: Convert, tmp_path: Path) -> None:
     made = source(small(model_type), tmp_path / "source")
-    require_held(HOST, family_for(made.config), made)
+    require_held(HOST, family_for(made.config))
     ok(convert("gqa", made.reference, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--no-text"))
     model = attention.load(tmp_path / "out")
     ids = torch.randint(4, 90, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -88,7 +88,7 @@ def test_a_type_that_it_does_not_hold_is_refused(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(KvfoldLatentAttention, "__init__", other)
     with pytest.raises(Refusal, match="kvfold's class does not compute what solar_open does, on a small model"):
-        require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
+        require_held(LATENT_HOST, family_for(made.config), WEIGHTED)
     monkeypatch.setattr(KvfoldLatentAttention, "forward", None)
     with pytest.raises(Refusal, match="a small model of solar_open in kvfold's class does not run: "):
-        require_held(LATENT_HOST, family_for(made.config), made, WEIGHTED)
+        require_held(LATENT_HOST, family_for(made.config), WEIGHTED)

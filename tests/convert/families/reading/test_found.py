@@ -31,7 +31,7 @@ from convert.families import FAMILIES, UNREAD, reading
 from convert.families.reading.experiments import find
 from convert.families.reading.found import Found
 from convert.families.reading.twin import Twin, disproof
-from convert.planning.base import convertible
+from convert.planning.allowed import convertible
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import ModelCard
 from written import Convert, Find, Make, ok
 
-from convert.execute.card import loading_of
+from convert.execute.provenance import loading_of
 from convert.methods import load_grouped
-from convert.output.card import command_line, metadata_of
+from convert.output.card import command_line, inherited_licence
 from convert.output.destination import Output
 from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
@@ -81,7 +81,7 @@ def test_an_evaluation_fills_the_card_and_warns_of_the_text_that_was_fitted(fini
 def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int, blocks: bool, shelf: Make) -> None:
     source = Source.parse(str(shelf(head_dim=head_dim)))
     plan = plan_grouped(Request(source, Output(Path("out")), CalibrationOptions(), "cpu"), "gqa", 2, load_grouped("mean"))
-    remarks = loading_of(plan, plan.target.spec)["remarks"]
+    remarks = loading_of(plan.target.host, plan.family, plan.target.spec)["remarks"]
     assert "vllm stores the cache in fp8 with `--kv-cache-dtype fp8` (not tried)." in remarks
     stored = "q8_0 with `-fa on -ctk q8_0 -ctv q8_0`, or in q4_0 with `-fa on -ctk q4_0 -ctv q4_0`."
     assert (f"llama.cpp stores the cache in {stored}" in remarks) == blocks
@@ -112,4 +112,4 @@ def test_a_source_with_a_latent_is_counted_as_it_is_cached(finished: Find, conve
 )
 def test_only_a_licence_that_is_a_name_is_inherited(front: str, licence: Any, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# Source\n")
-    assert metadata_of(None, [], tmp_path)["license"] == licence
+    assert inherited_licence(tmp_path) == licence

@@ -1,0 +1,158 @@
+"""What a source and an output class allow: the family that reads a source, and the first class that carries a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attention.errors import Refusal
+from attention.formats import rounding_of
+from attention.spec import AttentionSpec
+from convert.families.reading import family_for
+
+if TYPE_CHECKING:
+    from convert.families import Family
+    from convert.hosts import Host
+    from convert.hosts.engines import CacheOption, Engine
+    from eval.inputs.source import Source
+
+# By quant_method: the class of transformers by which a model is loaded dequantised.
+_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+
+
+def readable(source: Source) -> Family:
+    """The family of a source, by its config; it may be quantised.
+
+    Raises:
+        Refusal: It needs its own code, is no decoder alone, or belongs to no known family.
+    """
+    if source.needs_code:  # which is not run to find this out
+        raise Refusal(
+            f"model type {source.model_type!r} cannot be read: its class is code of its own (auto_map in config.json), and "
+            "kvfold reads classes of transformers",
+            hint="`convert families` lists what can be read; `convert eval --trust-remote-code` runs that code to measure it",
+        )
+    if getattr(source.decoder, "is_causal", True) is False:
+        raise Refusal(
+            f"{source.reference} reads text both ways (is_causal is false in config.json)",
+            hint="choose a model that reads forwards: only such a model has a KV cache",
+        )
+    if getattr(source.config, "is_encoder_decoder", False):
+        raise Refusal(
+            f"{source.reference} is an encoder–decoder (model type {source.model_type!r}): its decoder attends to an encoder's "
+            "states, too",
+            hint="choose a decoder-only model; `convert families` lists the model types that can be read",
+        )
+    family = family_for(source.config)
+    if source.raw.get("per_layer_config"):
+        raise Refusal(
+            f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
+            hint="`convert families` lists the types that can be read",
+        )
+    if stray := _stray_heads(family):
+        raise Refusal(f"config.json of {source.reference} sets num_key_value_heads to {stray}", hint="remove that key")
+    if reason := family.unreadable:
+        raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
+    return family
+
+
+def convertible(source: Source) -> Family:
+    """The family of a source whose weights can be read, too.
+
+    Raises:
+        Refusal: As of `readable`; or it is quantised, or says so without reason.
+    """
+    family = readable(source)
+    if source.directory:
+        source.refuse_stale_quantisation()
+    if source.quantisation:
+        kind, _ = source.quantisation
+        raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(kind))
+    return family
+
+
+def _dequantised_by(kind: str) -> str:
+    """The next step for a quantised checkpoint: how it is dequantised, where that is possible."""
+    original = "convert the original checkpoint, then quantise"
+    if kind == "MLX":
+        return f"{original}; or dequantise it: `mlx_lm.convert --hf-path MODEL --mlx-path DIR --dequantize`"
+    load, save = "AutoModelForCausalLM.from_pretrained(MODEL", ".save_pretrained(DIR, save_original_format=False)"
+    if config := _DEQUANTISE.get(kind):
+        load = f'{load}, dtype="bfloat16", quantization_config={config}(dequantize=True))'
+    elif kind == "bitsandbytes":
+        load = f"{load}).dequantize()"
+    else:
+        return original
+    return f"{original}; or dequantise it, and copy its tokenizer: {load}{save}"
+
+
+def _stray_heads(family: Family) -> str | None:
+    """A number of KV heads that the class ignores, and what it does instead; all sizes would follow from it."""
+    if not family.has_heads or family.shares_heads or family.needs_code:
+        return None
+    heads, own = family.decoder.num_attention_heads, family.class_kv_heads
+    if (stray := getattr(family.decoder, "num_key_value_heads", None)) in (None, own):
+        return None
+    have = f"each of its {heads} query heads has keys and values of its own"
+    return f"{stray}, which {family.model_type} ignores: " + (have if own == heads else f"its {heads} query heads share {own}")
+
+
+def require_served(dtype: str) -> None:
+    """Refuse a dtype of weights, and of the cache, that no engine serves."""
+    if dtype == "float64":
+        raise Refusal(
+            "the source is stored in float64, which no engine serves a model in",
+            hint="give --dtype float32, bfloat16 or float16",
+        )
+
+
+def require_stored(engine: Engine, cache_dtype: str | None, caches: Sequence[CacheOption], untried: bool = False) -> None:
+    """Refuse a format of the cache that is not among those that an engine stores, or that was not tried."""
+    stored = [cache.form for cache in caches if cache.tried or untried]
+    if rounding_of(cache_dtype) is not None and cache_dtype not in stored:
+        raise Refusal(
+            f"it is not known whether {engine.name} stores caches in {cache_dtype}",
+            hint=f"choose {', '.join(stored)}, or leave out --engine" if stored else "leave out --engine or --cache-dtype",
+        )
+
+
+def host_of(
+    hosts: Sequence[Host],
+    family: Family,
+    target: AttentionSpec,
+    engine: Engine | None = None,
+    hint: str | None = None,
+) -> Host:
+    """The first output class that can carry a target.
+
+    Args:
+        hosts: The classes, in order of preference: `HOSTS` of "gqa", "mqa" or "mla", or `PORTABLE`.
+        family: The source's family.
+        target: The sizes of the result.
+        engine: What has to run it; sizes of latents are not asked here.
+        hint: The next step if no class can.
+
+    Raises:
+        Refusal: No class can; the message gives the reason of each.
+    """
+    refusals = []
+    for host in hosts:
+        reason = unfit(host, family, target, engine)
+        if reason is None:
+            return host
+        refusals.append(f"{host.name}: {reason}")
+    carried = "MLA" if target.kv_lora_rank else target.kind
+    raise Refusal(f"no output class carries {carried} of this {family.model_type} model: {'; '.join(refusals)}", hint=hint)
+
+
+def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
+    """Why an output class cannot carry a target, or an engine does not run it; None if nothing is in the way."""
+    if family.traits.sinks and not host.keeps_sinks:
+        return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
+    if reason := host.refuses(family, target):
+        return reason
+    if target.layer_ranks is not None and not host.ranks_per_layer:
+        return "the latents of its layers have one rank"
+    if engine and engine.name not in host.engines(family):
+        return f"{engine.name} does not run it, as far as was tried"
+    return None
