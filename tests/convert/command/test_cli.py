@@ -132,7 +132,7 @@ def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert:
     ("changes", "message"),
     [
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
-        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "normalises its head"),
+        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "no class for model type 'baichuan'"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
         ({"hidden_size": 60}, "transformers does not accept the config"),
