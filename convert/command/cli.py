@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from attention.errors import Failure, GateMissed, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
 from convert.command import parameters, removed
 from convert.launch import goes_on_alone, is_first, launched_count
@@ -107,7 +107,6 @@ def _console(given: dict[str, Any]) -> Any:
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
-    parameters.texts(given)
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
@@ -178,7 +177,6 @@ def heal(as_json: bool, **given: Any) -> None:
     """
     from convert import api
 
-    parameters.texts(given)
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
     if is_first():  # of several processes, one reports
@@ -199,17 +197,9 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     from eval.report import quality as report
 
     quiet, output, progress = given["quiet"], given["output"], _console(given)
-
-    def show(found: Any) -> None:
-        _show(found, report.to_markdown(found), as_json)
-        _written(output, "report.html", quiet)
-
-    try:
-        found = evaluate(models, progress=progress, **given)
-    except GateMissed as missed:
-        show(missed.report)
-        raise
-    show(found)
+    found = evaluate(models, progress=progress, **given)
+    _show(found, report.to_markdown(found), as_json)
+    _written(output, "report.html", quiet)
 
 
 @main.command()
@@ -247,7 +237,6 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     """
     from convert import api
 
-    parameters.texts(given)
     quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:

@@ -114,7 +114,6 @@ def _facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "trial_steps": plan.trial_steps,
         "train": o.train,
         "lora_rank": plan.lora_rank,
-        "ce": o.ce,
         "checkpointing": o.checkpointing,
         "memory_bytes": expected(plan),
         "notes": list(plan.notes),
@@ -129,8 +128,7 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
         rate = f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
     again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
     return [
-        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher"
-        + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
+        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher",
         f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; {rate}",
         *plan.notes,

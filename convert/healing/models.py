@@ -67,4 +67,4 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
-        yield Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache, computes_in(plan)), what, names
+        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what, names

@@ -22,14 +22,9 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.device import require_device
 from eval.quality.origin import stated_cache
 
-EFFORTS = {
-    "quick": (20, 50),
-    "standard": (200, 500),
-    "thorough": (2000, 3000),
-}  # million tokens: up to 2B parameters, and beyond
+_TOKENS = 20_000_000  # to train on
 PARTS = ("attention", "all", "lora")
 _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
-_LARGE = 2_000_000_000  # parameters
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
@@ -54,14 +49,12 @@ class HealOptions:
 
     texts: Texts
     tokens: int | None = None
-    effort: str = "quick"
     context: int | None = None
     batch_tokens: int | None = None
     micro_batch_tokens: int | None = None
     lr: float | None = None
     train: str = PARTS[0]
     lora_rank: int | None = None
-    ce: float = 0.0
     eval_every: int | None = None
     checkpointing: bool = False
     track: str | None = None
@@ -176,7 +169,6 @@ class HealPlan:
             "lr": o.lr,
             "train": o.train,
             "lora_rank": self.lora_rank,
-            "ce": o.ce or None,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
             "cache_dtype": o.cache_dtype if self.rounding is None else self.cache_dtype,
@@ -236,7 +228,7 @@ def plan_heal(
     spec, model = family.spec, empty_model(converted.config)
     names = named(model, family, spec.num_layers, options.train)
     held_parameters(model, Reader(converted.files), names)
-    tokens = options.tokens or _tokens_of(options.effort, model)
+    tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, model, names)
     _check_rounding(plan)
@@ -280,12 +272,6 @@ def _require_peft() -> None:
         import peft  # noqa: F401
     except ImportError:
         raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'") from None
-
-
-def _tokens_of(effort: str, model: Any) -> int:
-    if effort not in EFFORTS:
-        raise Refusal(f"no effort {effort!r} (choose {', '.join(EFFORTS)})")
-    return EFFORTS[effort][sum(parameter.numel() for parameter in model.parameters()) > _LARGE] * 10**6
 
 
 def _named_teacher(converted: Source) -> str:

@@ -77,7 +77,7 @@ def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
         "config": plan.converted.raw,
         "files": plan.converted.fingerprint,
         "teacher_files": plan.teacher.fingerprint,
-        "texts": [{"hash": one["hash"], "share": float(one["share"])} for one in texts.facts],
+        "texts": [one["hash"] for one in texts.facts],
         "rows_to_write": texts.rows_to_write,
         "versions": versions(),
     }

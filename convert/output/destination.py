@@ -116,8 +116,8 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
     """A command's options without its texts, which hashes of tokens identify wherever they lie; what is its own stays so."""
     given = options.get("text")
     own = SELF in (given if isinstance(given, list) else [given])
-    plain = {name: value for name, value in options.items() if name not in ("text", "strings", "text_shares")}
-    return plain | ({"text": SELF, "text_shares": options.get("text_shares")} if own else {})
+    plain = {name: value for name, value in options.items() if name not in ("text", "strings")}
+    return plain | ({"text": SELF} if own else {})
 
 
 def read_provenance(output: Path) -> dict[str, Any]:

@@ -32,11 +32,8 @@ _WANTED = [
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-# Model types of code from before transformers had a class, and the class of their converted copies.
-_FORMER = {
-    "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "Yi": "llama", "baichuan": "llama", "internlm": "llama",
-    "phi-msft": "phi", "qwen": "qwen2", "stablelm_epoch": "stablelm",
-}  # fmt: skip
+# Model types of code from before transformers had a class for such models.
+_FORMER = ("RefinedWeb", "RefinedWebModel", "Yi", "baichuan", "internlm", "phi-msft", "qwen", "stablelm_epoch")
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class Source:
         if former in _FORMER and not (self.trust_remote_code and raw.get("auto_map")):
             raise Refusal(
                 f"transformers has no class for model type {former!r} of {self.reference}",
-                hint=f"get a later revision or a copy of it that was converted to {_FORMER[former]}",
+                hint="get a later revision, or a copy of it that was converted to a class of transformers",
             )
         return raw
 
