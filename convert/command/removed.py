@@ -10,7 +10,7 @@ COMMANDS = {"cache": "nothing is kept between runs; delete ~/.cache/kvfold, whic
 OPTIONS = {
     "--allow-paths": _OUTPUT,
     "--ce": "the loss is the KL to the teacher alone",
-    "--compile": "steps are measured as `generate` runs them",
+    "--compile": "steps are measured without torch.compile",
     "--effort": "give --tokens: 20M is the default, and 200M or 2B go further",
     "--freqfold": "pca folds as few frequencies as --qk-rope-head-dim allows",
     "--grouping": "each group has heads that stand side by side",
@@ -23,5 +23,7 @@ OPTIONS = {
     "--tasks": _TASKS,
     "--teacher-cache": _TEACHER,
     "--text-shares": "each text gives as many tokens",
+    "--time": "give --tokens; progress shows the time left",
+    "--track": "the curve is logged, and in conversion.json",
     "--top-k": _TEACHER,
 }

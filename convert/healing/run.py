@@ -6,10 +6,9 @@ import logging
 from typing import Any
 
 from convert.healing.costs import disk, say_memory
-from convert.healing.describe import Healing
-from convert.healing.models import train
+from convert.healing.describe import Healing, card, provenance_of
+from convert.healing.loop import train
 from convert.healing.plan import HealPlan
-from convert.healing.provenance import card, provenance_of
 from convert.healing.team import agreed, computes_in, join
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files

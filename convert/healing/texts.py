@@ -23,6 +23,7 @@ from convert.output.companions import write_own_text
 from convert.output.destination import CHECKPOINT, partial_path
 from convert.output.writing import Work
 from convert.planning.texts import TextSource, written_before
+from eval.inputs.loading import tokens_of
 from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
 from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
@@ -224,13 +225,7 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
 
 
 def _encoded(plan: HealPlan, text: Text) -> Tokens:
-    tokens = tokenize(text, plan.converted.tokenizer())
-    largest, vocabulary = int(tokens.ids.max()), plan.converted.vocabulary
-    if largest >= vocabulary:
-        raise Failure(
-            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {vocabulary}",
-            hint="the tokenizer's files are not this model's",
-        )
+    tokens = tokens_of(plan.converted, text)
     start = Text(text.name, text.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(

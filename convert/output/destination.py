@@ -107,11 +107,6 @@ def _is_ours(partial: Path) -> bool:
     return INPUTS in there or there <= {f"{INPUTS}.tmp"}
 
 
-def begun(output: Path) -> dict[str, Any] | None:
-    """The inputs of the unfinished work at OUTPUT, or None."""
-    return read_object(partial_path(output) / INPUTS)
-
-
 def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
     """A command's options without its texts, which hashes of tokens identify wherever they lie; what is its own stays so."""
     given = options.get("text")
