@@ -280,8 +280,8 @@ class Fitting(TypedDict, total=False):
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(
-            "A GPU, such as H100, or A6000=48 with its memory, instead of the usual ones; repeatable.",
-            metavar="NAME[=GB]",
+            "A GPU with its memory, such as A6000=48, instead of the usual ones; repeatable.",
+            metavar="NAME=GB",
             flag="--gpu",
             python="Several, by name, in gigabytes.",
         ),

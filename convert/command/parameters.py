@@ -57,24 +57,17 @@ class Directory(click.Path):
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
-    """NAME=GB, or a NAME that is known."""
+    """NAME=GB."""
 
     name = "gpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         name, _, size = str(value).rpartition("=")
-        if not name:
-            from eval.machine.capacity import gigabytes_of
-
-            try:
-                return gigabytes_of(str(value))
-            except Refusal as refusal:
-                self.fail(str(refusal), param, ctx)
         try:
             gigabytes = float(size)
         except ValueError:
             gigabytes = 0.0
-        if not 0 < gigabytes < math.inf:
+        if not name or not 0 < gigabytes < math.inf:
             self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
