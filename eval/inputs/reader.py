@@ -90,9 +90,8 @@ class Reader:
                 self._add(file, name, info)
         if renamed and (names := renamed(self.infos)):
             self._stored = {new: name for name, new in names.items()}
-            self._file_of, self.infos = (
-                {names.get(name, name): value for name, value in held.items()} for held in (self._file_of, self.infos)
-            )
+            self._file_of = {names.get(name, name): file for name, file in self._file_of.items()}
+            self.infos = {names.get(name, name): info for name, info in self.infos.items()}
             self.aliases = {names.get(name, name): names.get(first, first) for name, first in self.aliases.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
