@@ -132,7 +132,6 @@ def _facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "lora_rank": plan.lora_rank,
         "checkpointing": o.checkpointing,
         "memory_bytes": held(plan),
-        "notes": list(plan.notes),
         "output": str(plan.output.path),
     }
 
@@ -147,7 +146,6 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
         f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher",
         f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; {rate}",
-        *plan.notes,
     ]
 
 

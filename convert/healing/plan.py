@@ -140,17 +140,6 @@ class HealPlan:
         """How many learning rates may be tried, where any are."""
         return min(_MOST_RATES, int(_TRIALS * self.steps / self.trial_steps))
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user: on a teacher that conversion.json does not name."""
-        named, location = _stated_source(self.converted), location_of(self.teacher)
-        if named is None or str(Path(named).resolve()) == location or named.split("@")[0] == self.teacher.repository:
-            return ()
-        return (
-            f"conversion.json says that it was made from {named}, and the teacher is {location}: if that is another model, "
-            "the result will follow it, and not its source",
-        )
-
     def rates(self, loss: float) -> list[float]:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
@@ -261,19 +250,13 @@ def _require_peft() -> None:
 
 def _named_teacher(converted: Source) -> str:
     """The source that conversion.json names, which must be there."""
-    named = _stated_source(converted)
-    if named is None:
+    recipe = read_provenance(converted.files).get("recipe")
+    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
+    named = options.get("teacher") or options.get("model") if isinstance(options, dict) else None
+    if not isinstance(named, str):
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
         )
     if named.startswith("/") and not Path(named).exists():
         raise Refusal(f"{converted.reference} was made from {named}, which is not there", hint="name the source with --teacher")
     return named
-
-
-def _stated_source(converted: Source) -> str | None:
-    """The model that conversion.json says it was made from; None if it says nothing."""
-    recipe = read_provenance(converted.files).get("recipe")
-    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    named = options.get("teacher") or options.get("model") if isinstance(options, dict) else None
-    return named if isinstance(named, str) else None

@@ -89,8 +89,6 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     if there:
         work.keep()  # checkpoints of an earlier run outlive whatever fails in this one
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
-    for note in plan.notes:
-        _log.info(note)
     if plan.converted.code_note:
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = texts.written(work, progress)

@@ -64,9 +64,6 @@ def test_a_teacher_that_is_not_the_source(
     with pytest.raises(Refusal, match="names its source"):
         planned(shelf("llama"))
     source = shelf("llama")
-    assert planned(converted).notes == planned(converted, teacher=source).notes == ()
-    (note,) = planned(converted, teacher=converted).notes
-    assert f"conversion.json says that it was made from {source}, and the teacher is {converted}" in note
     moved = Path(shutil.copytree(converted, tmp_path / "moved"))
     provenance = json.loads((moved / "conversion.json").read_text())
     provenance["recipe"]["mqa"]["model"] = str(tmp_path / "gone")
