@@ -23,6 +23,7 @@ from typing import Any
 
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
+from eval.inputs.gguf_header import require_sound
 
 _log = logging.getLogger("kvfold")
 # Keys of a header, without the architecture before them, and the names that configs have for what they say, of which the first
@@ -87,6 +88,7 @@ class GgufFile:
             hint = "pip install 'kvfold[gguf]'"
             raise Refusal(f"{path} is a GGUF file, for which the package gguf is missing", hint=hint) from None
         try:
+            require_sound(path)
             reader = GGUFReader(path)
             keys = {name: name in _TOKENS or field.contents() for name, field in reader.fields.items()}
         except OSError as error:

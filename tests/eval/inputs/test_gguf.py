@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,37 @@ def _in_parts(write_header: Any) -> Any:
         write_header(writer, *rest)
 
     return written
+
+
+_COUNTS = struct.Struct("<4sIQQ")  # magic, version, tensors, keys
+
+
+def header(value: bytes, kind: int = 8, keys: int = 1) -> bytes:
+    return _COUNTS.pack(b"GGUF", 3, 0, keys) + text(b"general.architecture") + struct.pack("<I", kind) + value
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(text(b"llama"), keys=2**40), "has 1099511627776 keys"),
+        (header(struct.pack("<IQ", 0, 2**40), kind=9), "lists have more than 2097152 values"),
+        (header(struct.pack("<IQ", 9, 2**20) + b"\0" * 99, kind=9), "has a list of lists"),
+        (header(struct.pack("<Q", 2**63), kind=8), "its header ends too soon"),
+        (header(struct.pack("<IQ", 4, 2**20), kind=9), "its header ends too soon"),
+        (header(b"\0" * 8, kind=77), "has a value of type 77"),
+        (header(text(b"ll\xffma")), "codec can't decode"),
+        (_COUNTS.pack(b"GGUF", 3 << 24, 0, 0), "another byte order"),
+        (b"", "does not begin with GGUF"),
+    ],
+)
+def test_a_header_that_no_model_has_is_refused_at_once(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(Refusal, match=message):
+        Source.parse(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
