@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from attention.errors import Refusal
 from convert.arguments import options
 from convert.planning.texts import DEFAULT, texts_of
 from eval.arguments import checked
@@ -38,8 +39,11 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     from convert.healing.plan import HealOptions, plan_heal
     from convert.healing.run import execute
     from convert.healing.texts import TrainingTexts
+    from convert.healing.timing import within
     from convert.output.destination import Output, check_output
 
+    if given["time"] is not None and given["tokens"] is not None:
+        raise Refusal("tokens and time contradict each other", hint="give one of them")
     trusted, named = given["trust_remote_code"], given["teacher"]
     source, teacher = Source.parse(str(converted), trusted), None if named is None else Source.parse(str(named), trusted)
     options_given: Mapping[str, Any] = given
@@ -49,6 +53,8 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     plan = plan_heal(source, teacher, wanted, where, given["device"], given["seed"])
     for model in (plan.converted, plan.teacher):
         check_output(where.path, model.directory, where.overwrite, where.resume)
+    if given["time"] is not None:
+        plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:
         return PlannedHealing(plan, TrainingTexts.read(plan).known.passes(plan.steps, plan.batch))
     evaluate = given["evaluate"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
 
 from attention.formats import FORMATS
-from convert.arguments.sizes import parse_budget, parse_bytes, parse_latent, parse_rate, parse_tokens
+from convert.arguments.sizes import parse_budget, parse_bytes, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.base import CLASSES
 from convert.hosts.engines import ENGINES
 from convert.methods import GROUPED, LATENT
@@ -198,6 +198,16 @@ class Training(TypedDict, Generic[Dry], total=False):
     text: Annotated[TextGiven | None, _text("train", "the teacher")]
     dataset: Annotated[str | None, _dataset("Train")]
     tokens: Annotated[int | str | None, Option("Train on N tokens, such as 200M.", unset="20M", least=1, parse=parse_count)]
+    time: Annotated[
+        float | str | None,
+        Option(
+            "Train on as many tokens as take TIME here, such as 90min, 1h or 2d, by a few timed steps.",
+            least=1e-3,
+            parse=parse_time,
+            metavar="TIME",
+            python="A plain number means seconds; give this or `tokens`.",
+        ),
+    ]
     context: Annotated[
         int | str | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2, parse=parse_count)
     ]
@@ -228,6 +238,14 @@ class Training(TypedDict, Generic[Dry], total=False):
         ),
     ]
     lora_rank: Annotated[int | None, Option("The rank of --train lora.", unset="16", least=1)]
+    track: Annotated[
+        str | None,
+        Option(
+            "Send figures to tensorboard (files in OUTPUT.logs), wandb or another tracker of transformers.",
+            metavar="NAME",
+            consent=True,
+        ),
+    ]
     eval_every: Annotated[int | str | None, Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count)]
     cache_dtype: Annotated[
         str | None,

@@ -7,6 +7,7 @@ import re
 from attention.errors import Refusal
 from eval.arguments import parse_count
 
+_SECONDS = {"S": 1, "MIN": 60, "H": 3600, "D": 86400}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -26,6 +27,19 @@ def parse_bytes(text: str) -> int:
 def parse_tokens(text: str) -> int:
     """Parse a number of tokens as `parse_count` does; "0" is none."""
     return 0 if text.strip() == "0" else parse_count(text)
+
+
+def parse_time(text: str) -> float:
+    """Parse 90min, 1h, 1.5d, 300s as seconds.
+
+    Raises:
+        Refusal: It is not a time above 0.
+    """
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)\s*", text, re.IGNORECASE | re.ASCII)
+    seconds = float(match[1]) * _SECONDS[match[2].upper()] if match else 0.0
+    if not seconds:
+        raise Refusal(f"{text!r} is not a time: give a number above 0 and a unit, as in 90min, 1h or 2d")
+    return seconds
 
 
 def parse_rate(text: str) -> float | None:

@@ -23,7 +23,5 @@ OPTIONS = {
     "--tasks": _TASKS,
     "--teacher-cache": _TEACHER,
     "--text-shares": "each text gives as many tokens",
-    "--time": "give --tokens; progress shows the time left",
-    "--track": "the curve is logged, and in conversion.json",
     "--top-k": _TEACHER,
 }

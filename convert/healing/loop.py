@@ -24,7 +24,7 @@ from convert.healing.plan import RATIO, HealPlan
 from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Adapted, Trainable, compute_layers_again, trained
-from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share
+from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
 from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
@@ -172,6 +172,8 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.
         progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
         trainer.add_callback(_Course(plan, trainer, progressed))
+        if plan.options.track is not None:
+            trainer.add_callback(tracker(plan))
         with stage(progress, "heal", plan.tokens, "token") as done:
             done(progressed.curve[-1].tokens)
             trainer.run(plan.steps, progressed.rate, done, checkpoint)

@@ -57,6 +57,7 @@ class HealOptions:
     lora_rank: int | None = None
     eval_every: int | None = None
     checkpointing: bool = False
+    track: str | None = None
     cache_dtype: str | None = None
 
 
@@ -190,6 +191,8 @@ def plan_heal(
         Refusal: Configs or arguments do not allow it.
     """
     require_device(device)
+    if options.track is not None:
+        _require_tracker(options.track)
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     if options.train == "lora":
@@ -239,6 +242,18 @@ def _check_rounding(plan: HealPlan) -> None:
             f"--checkpointing computes layers again without a cache, and the result is for one in {plan.cache_dtype}",
             hint="leave out --checkpointing, or give --cache-dtype " + plan.converted.dtype,
         )
+
+
+def _require_tracker(name: str) -> None:
+    """Refuse a tracker that transformers does not know, or whose package is not installed."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if name not in INTEGRATION_TO_CALLBACK:
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        raise Refusal(f"transformers knows no tracker {name!r}", hint=f"choose one of {known}")
+    if name not in get_available_reporting_integrations():
+        raise Refusal(f"the package of the tracker {name} is not installed", hint=f"pip install {name}")
 
 
 def _require_peft() -> None:

@@ -7,6 +7,7 @@ trains and nothing else, whole, so that a healing may be resumed under another l
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, StackDataset, Subset
-from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
+from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments, integrations
 
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from convert.checkpoint.writer import write_shard
 from convert.healing.loss import Distillation
 from convert.healing.plan import HealPlan
@@ -239,6 +240,7 @@ def _arguments(plan: HealPlan, directory: Path) -> _Arguments:
     device = compute_device(plan.device)
     arguments = _Arguments(
         output_dir=str(directory),
+        run_name=plan.output.path.name,
         use_cpu=device.type == "cpu",
         seed=plan.seed,
         per_device_train_batch_size=plan.micro_batch,
@@ -270,6 +272,26 @@ def _arguments(plan: HealPlan, directory: Path) -> _Arguments:
         torch.cuda.set_device(device)
     arguments.mixed_precision = "no"  # `Distillation` does it, in all kinds of launches alike
     return arguments
+
+
+def tracker(plan: HealPlan) -> Any:
+    """The callback of the tracker that the user names, such as tensorboard (files in OUTPUT.logs) or wandb, as a class."""
+    assert plan.options.track
+    logs = plan.output.path.with_name(f"{plan.output.path.name}.logs")
+    os.environ |= {"TENSORBOARD_LOGGING_DIR": str(logs), "WANDB_PROJECT": os.environ.get("WANDB_PROJECT", "kvfold")}
+    (callback,) = integrations.get_reporting_integration_callbacks([plan.options.track])
+
+    class Tracker(callback):  # type: ignore[misc, valid-type]
+        def on_train_begin(self, *given: Any, **named: Any) -> Any:
+            try:
+                return super().on_train_begin(*given, **named)
+            except Exception as error:  # trackers raise what they like
+                reason = f"{type(error).__name__}: {one_line(error, 160)}"
+                raise Failure(
+                    f"the tracker {plan.options.track} does not start: {reason}", hint="or heal without --track"
+                ) from error
+
+    return Tracker
 
 
 def share(step: int, steps: int) -> float:

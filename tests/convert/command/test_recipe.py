@@ -77,6 +77,7 @@ def test_what_is_not_a_record_is_refused(recipe: Any, said: str, words: Any) -> 
         ({"gqa": GQA | {"trust_remote_code": True}}, "--trust-remote-code"),
         ({"gqa": GQA | {"overwrite": True}}, "--overwrite"),
         ({"gqa": GQA | {"force": True}}, "--force"),
+        ({"heal": HEAL | {"track": "wandb"}}, "--track=wandb"),
     ],
 )
 def test_what_could_do_harm_needs_consent(recipe: Any, asked: str, words: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
+from transformers import integrations
 from written import weights
 
 from attention.errors import Refusal
@@ -40,10 +41,15 @@ def planned(text: Path, sizes: dict[str, Any], tmp_path: Path) -> Callable[..., 
         ({"lora_rank": 4, "train": "all"}, "--lora-rank 4 is for --train lora, not all"),
         ({"cache_dtype": "int5"}, "no KV cache is kept in 'int5'"),
         ({"cache_dtype": "int8", "checkpointing": True}, "--checkpointing computes layers again without a cache"),
+        ({"track": "pencil"}, "transformers knows no tracker 'pencil'"),
+        ({"track": "wandb"}, "the package of the tracker wandb is not installed"),
     ],
     ids=str,
 )
-def test_wrong_arguments(changes: dict[str, Any], says: str, converted: Path, planned: Callable[..., Any]) -> None:
+def test_wrong_arguments(
+    changes: dict[str, Any], says: str, converted: Path, planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", list)
     with pytest.raises(Refusal, match=says):
         planned(converted, **changes)
 

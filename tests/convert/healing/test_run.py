@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback, integrations
+from transformers.integrations import integration_utils
 from written import Convert, Logits, edit, refused, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted
@@ -286,6 +288,45 @@ def test_training_goes_through_the_rounding_of_the_cache(results: Results, text:
     report = evaluate(paths, text=text, context=16, max_tokens=2000, cache_dtype=["int2"])
     _, before, after = (model["kl_to_source"] for model in report["models"] if model["cache_format"])
     assert after < 0.9 * before
+
+
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
+    """Let transformers have a tracker."""
+
+    def have(kind: type) -> None:
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", kind)
+        monkeypatch.setattr(integrations, "get_available_reporting_integrations", lambda: ["wandb"])
+
+    return have
+
+
+def test_a_tracker_gets_the_curve(
+    converted: Path, text: Path, sizes: Sizes, tmp_path: Path, tracked: Callable[[type], None]
+) -> None:
+    found: list[tuple[int, dict[str, float]]] = []
+
+    class Tracker(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **named: Any) -> None:
+            found.append((state.global_step, dict(logs)))
+
+    tracked(Tracker)
+    done = heal(converted, tmp_path / "out", text=text, track="wandb", **sizes)
+    points = [(step, logs["eval_kl"]) for step, logs in found if "eval_kl" in logs]
+    assert points == [(point["step"], point["kl"]) for point in done.curve[1:]]
+    assert sum("loss" in logs for _, logs in found) == 10
+
+
+def test_a_tracker_that_does_not_start_is_named(
+    converted: Path, text: Path, sizes: Sizes, tmp_path: Path, tracked: Callable[[type], None]
+) -> None:
+    class Tracker(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *given: Any, **named: Any) -> None:
+            raise ValueError("no key")
+
+    tracked(Tracker)
+    with pytest.raises(Failure, match="the tracker wandb does not start: ValueError: no key"):
+        heal(converted, tmp_path / "out", text=text, track="wandb", **sizes)
 
 
 def test_code_that_config_json_names_elsewhere_is_replaced(results: Results, tmp_path: Path) -> None:
