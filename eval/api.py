@@ -28,9 +28,8 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model or the text cannot be read, or figures cannot be trusted.
-        GateMissed: See `max_perplexity_ratio`; the report is written first.
     """
-    from eval.quality.evaluation import check, report_of, require_ratio
+    from eval.quality.evaluation import check, report_of
     from eval.quality.settings import EvaluationSettings
     from eval.report import quality as report
 
@@ -39,9 +38,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
     if not models:
         raise Refusal("there is no model to evaluate")
-    sources, ratio = _sources(models, given["trust_remote_code"]), given["max_perplexity_ratio"]
-    if ratio is not None and (len(sources) < 2 or not ratio > 0):
-        raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
+    sources = _sources(models, given["trust_remote_code"])
     settings = EvaluationSettings(
         protocol=given["protocol"],
         contexts=contexts_of(given["context"]),
@@ -59,7 +56,6 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     )
     if output is not None:
         report.write(found, Path(output))
-    require_ratio(found, ratio)
     return found
 
 
@@ -93,7 +89,6 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
         rounds=given["rounds"],
         dtype=given["dtype"],
         device=given["device"],
-        compile=given["compile"],
         stock=given["stock"],
     )
     found = run(sources, settings, given["progress"])

@@ -46,7 +46,6 @@ class Option:
         directory: Whether it names a directory, which is "old" and has to exist, or "new" and is written.
         metavar: A word for the value; None for N, FILE or DIR, as its type says.
         flag: Its name on the command line; None for its own name, "" for what only programs can give.
-        negatable: Whether the command line has --no-… too, although it is off by default.
         consent: Whether it could do harm, so that no conversion.json may give it by itself.
         name: Its own name, and
         type: its type, of the entry that declares it.
@@ -65,7 +64,6 @@ class Option:
     directory: Literal["", "old", "new"] = ""
     metavar: str | None = None
     flag: str | None = None
-    negatable: bool = False
     consent: bool = False
     name: str = ""
     type: Any = None

@@ -62,17 +62,9 @@ class Measuring(TypedDict, total=False):
 
 
 class Probing(TypedDict, total=False):
-    """What else to measure, what to demand, and where the report goes."""
+    """What else to measure, and where the report goes."""
 
     recall: Annotated[bool, Option("Also measure how well the models copy random tokens over growing distances.")]
-    max_perplexity_ratio: Annotated[
-        float | None,
-        Option(
-            "Exit with 3 if a model's perplexity exceeds X × that of the first.",
-            metavar="X",
-            python="A program gets a `GateMissed`, once the report is written.",
-        ),
-    ]
     output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier report in DIR.", consent=True)]
 
@@ -88,7 +80,6 @@ class Timing(TypedDict, total=False):
     steps: Annotated[int, Option("Decode steps per round.", default=20, least=1)]
     rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]
     stock: Annotated[bool, Option("Also measure MLA and GQA models as stock transformers runs them.")]
-    compile: Annotated[bool, Option("Run decode steps through torch.compile.", negatable=True)]
     output: Annotated[str | Path | None, Option("Write bench.json to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier benchmark in DIR.", consent=True)]
 

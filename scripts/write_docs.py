@@ -50,10 +50,10 @@ def _section(name: str, command: click.Command, shared: list[str]) -> str:
 
 
 def render_models() -> str:
-    """docs/models.md with a current table; why a latent is not shared, and former model types, are said there once."""
+    """docs/models.md with a current table; why a latent is not shared is said there once."""
     before, rest = MODELS.read_text(encoding="utf-8").split(BEGIN)
     said = support_markdown(support()).split("\n")
-    lines = [line for line in said if not (line.endswith("no KV heads to merge") or line.startswith("- former model types"))]
+    lines = [line for line in said if not line.endswith("no KV heads to merge")]
     return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
 
 

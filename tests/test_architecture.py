@@ -50,7 +50,7 @@ ROOMS = {
     },
 }
 # Modules that are named like a model type's or a method's home may say its name.
-NAMES_MODEL_TYPES = {"families", "hosts", "models", "former"}
+NAMES_MODEL_TYPES = {"families", "hosts", "models"}
 NAMES_METHODS = {"methods", "demo"}
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

@@ -107,7 +107,6 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         qk_rope_head_dim=rope_dim,
         kv_share=share,
         kv_bytes=size,
-        freqfold=given["freqfold"],
         pad_rank=given["pad_rank"],
         portable=given["portable"],
         per_layer_ranks=given["per_layer_ranks"],

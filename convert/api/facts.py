@@ -76,7 +76,7 @@ def refresh(output: str | Path) -> Facts:
 
     Raises:
         Refusal: There is nothing to renew, or it is newer than this version's.
-        Failure: Another run writes to the directory, or the files cannot be replaced, and are as they were.
+        Failure: Another run writes to the directory, or the files cannot be replaced.
     """
     from convert.output import refreshing
     from convert.planning.describe import Facts

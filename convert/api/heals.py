@@ -35,11 +35,11 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
         Refusal: Wrong as seen from the arguments and the configs.
         Failure: Weights, text or machine.
     """
-    from convert.healing.costs import within
     from convert.healing.describe import PlannedHealing
     from convert.healing.plan import HealOptions, plan_heal
     from convert.healing.run import execute
     from convert.healing.texts import TrainingTexts
+    from convert.healing.timing import within
     from convert.output.destination import Output, check_output
 
     if given["time"] is not None and given["tokens"] is not None:

@@ -37,10 +37,10 @@ def _text(use: str, writer: str) -> Option:
     """A text, or several, of which one may be what a model writes."""
     return Option(
         f"UTF-8 text to {use} on, or self for what {writer} writes itself, or its own-text.safetensors of an earlier run; "
-        "repeatable. Never use the text that you evaluate on.",
+        "repeatable, each for as many tokens. Never use the text that you evaluate on.",
         unset="self",
         file=True,
-        python='Several by their shares, as in `{"self": 1, "code.txt": 2}`.',
+        python='Several with a path among them, as in `["self", Path("code.txt")]`, each for as many tokens.',
     )
 
 
@@ -95,7 +95,6 @@ class Factoring(TypedDict, total=False):
         ),
     ]
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
-    freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]
     pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
     portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
     per_layer_ranks: Annotated[
@@ -198,9 +197,7 @@ class Training(TypedDict, Generic[Dry], total=False):
     ]
     text: Annotated[TextGiven | None, _text("train", "the teacher")]
     dataset: Annotated[str | None, _dataset("Train")]
-    tokens: Annotated[
-        int | str | None, Option("Train on N tokens, such as 20M.", unset="those of --effort", least=1, parse=parse_count)
-    ]
+    tokens: Annotated[int | str | None, Option("Train on N tokens, such as 200M.", unset="20M", least=1, parse=parse_count)]
     time: Annotated[
         float | str | None,
         Option(
@@ -209,14 +206,6 @@ class Training(TypedDict, Generic[Dry], total=False):
             parse=parse_time,
             metavar="TIME",
             python="A plain number means seconds; give this or `tokens`.",
-        ),
-    ]
-    effort: Annotated[
-        str,
-        Option(
-            "20M, 200M or 2B tokens; for more than 2 billion parameters, 50M, 500M or 3B.",
-            default="quick",
-            choices=("quick", "standard", "thorough"),
         ),
     ]
     context: Annotated[
@@ -249,9 +238,6 @@ class Training(TypedDict, Generic[Dry], total=False):
         ),
     ]
     lora_rank: Annotated[int | None, Option("The rank of --train lora.", unset="16", least=1)]
-    ce: Annotated[
-        float, Option("Add the cross-entropy of the text, times WEIGHT, to the KL.", default=0.0, least=0, metavar="WEIGHT")
-    ]
     track: Annotated[
         str | None,
         Option(
@@ -312,8 +298,8 @@ class Fitting(TypedDict, total=False):
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(
-            "A GPU, such as H100, or A6000=48 with its memory, instead of the usual ones; repeatable.",
-            metavar="NAME[=GB]",
+            "A GPU with its memory, such as A6000=48, instead of the usual ones; repeatable.",
+            metavar="NAME=GB",
             flag="--gpu",
             python="Several, by name, in gigabytes.",
         ),

@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from attention.errors import Failure, GateMissed, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
 from convert.command import parameters, removed
-from convert.launch import goes_on_alone, is_first, launched_count
+from convert.launch import is_first, require_alone
 from eval import options as measured
 from eval.terminal.escapes import printable, printable_lines, shell_line
 
@@ -73,12 +73,7 @@ def main(ctx: click.Context) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # threads of GNU OpenMP wait for microseconds, and leave the cores to other work
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if ctx.invoked_subcommand != "heal":
-        count, threads = launched_count(), os.environ.get("OMP_NUM_THREADS")
-        if not goes_on_alone():
-            ctx.exit()
-        if count > 1:
-            slow = "; OMP_NUM_THREADS is 1, as torchrun sets it" if threads == "1" else ""
-            click.echo(f"warning: {ctx.invoked_subcommand} runs in the first of {count} launched processes{slow}", err=True)
+        require_alone(f"convert {ctx.invoked_subcommand}")
 
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
@@ -107,7 +102,6 @@ def _console(given: dict[str, Any]) -> Any:
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
-    parameters.texts(given)
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
@@ -178,7 +172,6 @@ def heal(as_json: bool, **given: Any) -> None:
     """
     from convert import api
 
-    parameters.texts(given)
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
     if is_first():  # of several processes, one reports
@@ -199,17 +192,9 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     from eval.report import quality as report
 
     quiet, output, progress = given["quiet"], given["output"], _console(given)
-
-    def show(found: Any) -> None:
-        _show(found, report.to_markdown(found), as_json)
-        _written(output, "report.html", quiet)
-
-    try:
-        found = evaluate(models, progress=progress, **given)
-    except GateMissed as missed:
-        show(missed.report)
-        raise
-    show(found)
+    found = evaluate(models, progress=progress, **given)
+    _show(found, report.to_markdown(found), as_json)
+    _written(output, "report.html", quiet)
 
 
 @main.command()
@@ -247,7 +232,6 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     """
     from convert import api
 
-    parameters.texts(given)
     quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:
@@ -301,7 +285,7 @@ def refresh(output: Path, as_json: bool, **given: Any) -> None:
     """Renew the code that lies beside the weights of OUTPUT.
 
     OUTPUT is a result of kvfold's class: with modeling_kvfold.py in its directory, which runs where kvfold is not installed.
-    A release of transformers may need newer code. Both files are replaced, or neither; weights and all else stay as they are.
+    A release of transformers may need newer code. Weights and all else stay as they are.
 
     Example: convert refresh my-model-mla
     """

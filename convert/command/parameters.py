@@ -13,7 +13,7 @@ import click
 
 from attention.errors import Refusal
 from eval.arguments import Option, options_of, parts
-from eval.inputs.text import MOST_SHARE, SELF
+from eval.inputs.text import SELF, TextGiven
 from eval.options import Reading
 
 _NUMBERS: Any = ((int, click.INT, click.IntRange), (float, click.FLOAT, click.FloatRange))
@@ -56,58 +56,18 @@ class Directory(click.Path):
         return self.fail("it is empty: name a directory", param, ctx) if value == "" else super().convert(value, param, ctx)
 
 
-class Shares(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated numbers above 0 and at most `MOST_SHARE`."""
-
-    name = "shares"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            shares = tuple(map(float, str(value).split(",")))
-        except ValueError:
-            shares = ()
-        if not shares or not all(0 < share <= MOST_SHARE for share in shares):
-            numbers = f"a number above 0 and at most {MOST_SHARE:g}"
-            self.fail(f"{value!r} is not a list of shares: give {numbers} for each text, as in 1,2", param, ctx)
-        return shares
-
-
-def texts(given: dict[str, Any]) -> None:
-    """Replace the options `text` and `text_shares` by the one argument `text` of the API.
-
-    Raises:
-        click.UsageError: A text has no share, or there are more shares than texts.
-    """
-    files, shares = given.pop("text"), given.pop("text_shares")
-    if shares is not None and len(shares) != len(files):
-        raise click.UsageError(f"{len(shares)} --text-shares for {len(files)} --text: give one for each, in their order")
-    if len(set(files)) < len(files):
-        raise click.UsageError("the same --text is given twice: give it once, with a larger share")
-    plain = len(files) < 2 and shares is None
-    given["text"] = (files[0] if files else None) if plain else dict(zip(files, shares or [1.0] * len(files), strict=True))
-
-
 class Gpu(click.ParamType):  # type: ignore[type-arg]
-    """NAME=GB, or a NAME that is known."""
+    """NAME=GB."""
 
     name = "gpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         name, _, size = str(value).rpartition("=")
-        if not name:
-            from eval.machine.capacity import gigabytes_of
-
-            try:
-                return gigabytes_of(str(value))
-            except Refusal as refusal:
-                self.fail(str(refusal), param, ctx)
         try:
             gigabytes = float(size)
         except ValueError:
             gigabytes = 0.0
-        if not 0 < gigabytes < math.inf:
+        if not name or not 0 < gigabytes < math.inf:
             self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
@@ -133,12 +93,6 @@ _verbosity: tuple[Decorator, ...] = (
     click.option("-v", "--verbose", is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
     click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings."),
 )
-_shares = click.option(
-    "--text-shares",
-    type=Shares(),
-    metavar="N,…",
-    help="Shares of the tokens, in the order of --text; that of a dataset is 1.  [default: equal]",
-)
 
 
 def plain(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,8 +110,6 @@ def _made(declared: type) -> Iterator[Decorator]:
     for name, option in options_of(declared).items():
         if option.flag != "" and name not in reading:
             yield _option(option)
-        if _texts(option):
-            yield _shares
     yield _json
     yield from map(_option, reading.values())
     yield from _verbosity
@@ -173,12 +125,12 @@ def _option(option: Option) -> Decorator:
     said = option.help + (f"  [default: {option.unset}]" if option.unset else "")
     how: dict[str, Any] = {"cls": Consented if option.consent else None, "help": said}
     if bool in parts(option.type):
-        both = default is not False or option.negatable
+        both = default is not False
         how |= {"is_flag": True, "show_default": both and default is not None}
         return click.option(f"{flag}/--no-{flag[2:]}" if both else flag, option.name, default=default, **how)
     how |= {"type": _type(option), "metavar": option.metavar or _metavar(option)}
-    if option.several or _mapping(option):
-        together = None if option.file else _together(option)
+    if option.several or _mapping(option) or _texts(option):
+        together = _one_or_several if option.file else _together(option)
         return click.option(flag, option.name, multiple=True, callback=together, **how)
     how |= {"required": True} if option.required else {"default": default, "show_default": default is not None}
     return click.option(flag, option.name, **how)
@@ -201,13 +153,19 @@ def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple
     return together
 
 
+def _one_or_several(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+    """What texts are for the API: none, one, or several."""
+    texts = tuple(dict.fromkeys(value))
+    return texts if len(texts) > 1 else next(iter(texts), None)
+
+
 def _mapping(option: Option) -> bool:
     return any(get_origin(part) is Mapping for part in parts(option.type))
 
 
 def _texts(option: Option) -> bool:
-    """Whether it may be several texts, with shares."""
-    return option.file and _mapping(option)
+    """Whether it may be several texts."""
+    return bool(option.type == TextGiven | None)
 
 
 def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]

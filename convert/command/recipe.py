@@ -15,7 +15,7 @@ from eval.inputs.text import OWN_TEXT, SELF
 
 _COMMANDS = ("gqa", "mqa", "mla", "heal")  # those that write a conversion.json
 _MODEL = ("model", "converted")  # their first argument
-_TEXTS = ("text", "text_shares", "dataset", "no_text", "strings")
+_TEXTS = ("text", "dataset", "no_text", "strings")
 
 
 def arguments(result: Path, output: Path, given: Sequence[str], group: click.Group) -> list[str]:

@@ -57,7 +57,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:
-            name_tokenizer_class(work.path, named, source.tokenizer_code)
+            name_tokenizer_class(work.path, named)
         written = source.beside(work.path)
         require_loadable(written.config, without_computed(plan.family, Reader(work.path)), "the result")
         return provenance_of(job, choice, spec, layers, written.calibrated)

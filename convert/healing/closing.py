@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
+from convert.healing.describe import course_of
 from convert.healing.plan import HealOptions, HealPlan, plan_heal
-from convert.healing.provenance import course_of
 from convert.healing.team import place
 from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
@@ -78,7 +78,7 @@ def heal_result(
     with memory_for("the healing of the result", hint):
         try:
             healing = _planned(plan, work, tokens, count, device)
-            blocks = TrainingText.of([(calibrated, 1.0)], context, healing.tokens, healing.batch, judged)
+            blocks = TrainingText.of([calibrated], context, healing.tokens, healing.batch, judged)
             return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
@@ -105,7 +105,7 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.dev
 
 def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
     from convert.healing.costs import disk  # transformers' Trainer takes a second to import
-    from convert.healing.models import train
+    from convert.healing.loop import train
 
     reader = Reader(work.path)
     if not any(work.training.iterdir()):

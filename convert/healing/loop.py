@@ -1,12 +1,14 @@
-"""The course of a healing: the choice of a learning rate, then steps, points of the curve and checkpoints, to the end."""
+"""The course of a healing: both models, a learning rate, then steps, points of the curve and checkpoints, to the end."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,21 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+from attention.encoded_forward import rounding_cache
 from attention.errors import Failure
+from attention.padding import pad_values
+from convert.healing.loss import Distillation
 from convert.healing.plan import RATIO, HealPlan
+from convert.healing.team import computes_in, place, shards
+from convert.healing.texts import TrainingText
+from convert.healing.trainable import Adapted, Trainable, compute_layers_again, trained
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
+from convert.healing.weights import held_parameters
+from eval.inputs.loading import load
+from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
+from eval.machine.device import compute_device
+from eval.quality.opened import Opening
 from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
@@ -98,18 +111,57 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.dtype], progress: Progress) -> Outcome:
-    """Choose a learning rate, and train until the steps are done or gain nothing any more.
+def train(
+    plan: HealPlan, text: TrainingText, reader: Reader, checkpoints: Path, progress: Progress, opening: Opening = load
+) -> tuple[Outcome, dict[str, str]]:
+    """Train the student, from its last checkpoint on. Every process calls this.
 
     Args:
         plan: The plan.
-        trainer: Of the student; with checkpoints on disk, it goes on from the last one.
-        stored: The dtype that each parameter is written in, by its name.
+        text: The text to train on.
+        reader: Reads the converted checkpoint.
+        checkpoints: The directory of the Trainer's checkpoints.
         progress: Called with the tokens seen.
+        opening: Loads the models.
+
+    Returns:
+        The outcome, and the trained parameter that each tensor to write holds.
 
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
+    with distillation_of(plan, opening) as (module, what, names):
+        where = held_parameters(plan.model, reader, names)
+        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        trainer = HealingTrainer(plan, text, module, what, checkpoints)
+        outcome, accelerator = _healed(plan, trainer, stored, progress), trainer.accelerator
+        del trainer
+        accelerator.free_memory()
+    return outcome, where
+
+
+@contextlib.contextmanager
+def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable, list[str]]]:
+    """Both models in memory with the loss, what trains of the student, and the class's names of that.
+
+    The student is in fp32, and only what trains has gradients: these parameters, or LoRA beside them. The teacher is the source
+    itself.
+    """
+    kept = plan.teacher.dtype if shards() and compute_device(plan.device).type == "cuda" else "auto"
+    where = place(plan)
+    with opening(plan.teacher, kept, where) as teacher, opening(plan.converted, "float32", where) as student:
+        for model in (teacher, student):
+            pad_values(model.requires_grad_(False))
+        names, rank = trained(student, plan.names), plan.lora_rank
+        what = Trainable(student, names) if rank is None else Adapted(student, names, rank, plan.seed)
+        if plan.options.checkpointing:
+            compute_layers_again(student)
+        cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
+        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what, names
+
+
+def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.dtype], progress: Progress) -> Outcome:
+    """Choose a learning rate, and train until the steps are done or gain nothing any more. `stored`: dtypes on disk."""
     checkpoint, progressed = _last(trainer)
     if progressed is None:
         start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))

@@ -34,7 +34,6 @@ class Distillation(nn.Module):
     Args:
         student: A causal LM of transformers.
         teacher: The source, whose predictions it learns; without gradients.
-        ce: The weight of the cross-entropy beside the KL.
         vocabulary: Of both.
         cache: Makes the student's cache of one pass, through whose rounding it trains; None for none.
         dtype: What products are computed in; weights are fp32.
@@ -44,14 +43,13 @@ class Distillation(nn.Module):
         self,
         student: Any,
         teacher: Any,
-        ce: float,
         vocabulary: int,
         cache: Callable[[], Cache] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.student, self.teacher, self._cache = student, teacher, cache
-        self._ce, self._vocabulary, self._dtype = ce, vocabulary, dtype
+        self._vocabulary, self._dtype = vocabulary, dtype
         # The classes of layers, which FSDP reads: it shards layer by layer.
         self._no_split_modules = sorted({*(student._no_split_modules or ()), *(teacher._no_split_modules or ())})
 
@@ -71,12 +69,11 @@ class Distillation(nn.Module):
                 teachers = hidden_states(self.teacher, ids)[:, :-1].flatten(0, 1)
             states = hidden_states(self.student, ids, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
             both = states, partial(logits_of, self.student), lambda chunk: logits_of(self.teacher, teachers[chunk])
-            targets = ids[:, 1:].flatten()
             if measures:
-                return measured(*both, targets, self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
+                return measured(*both, ids[:, 1:].flatten(), self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
             outputs = self.student.get_output_embeddings()
             of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
-            return distance(*both, targets, self._vocabulary, self._ce, of_head)
+            return distance(*both, self._vocabulary, of_head)
 
 
 @dataclass
@@ -120,23 +117,15 @@ def distances(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def distance(
-    hidden: torch.Tensor,
-    head: Head,
-    expected: Expected,
-    targets: torch.Tensor,
-    vocabulary: int,
-    ce: float,
-    parameters: Sequence[torch.Tensor],
+    hidden: torch.Tensor, head: Head, expected: Expected, vocabulary: int, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The summed loss of N tokens: Σ KL + `ce` · Σ cross-entropy. Differentiable in `hidden` and `parameters`.
+    """The summed loss of N tokens: Σ KL. Differentiable in `hidden` and `parameters`.
 
     Args:
         hidden: The student's hidden states, `[N, E]`.
         head: Makes its logits.
         expected: Makes the teacher's.
-        targets: `[N]`, the tokens that follow.
         vocabulary: How many tokens there are.
-        ce: The weight of the cross-entropy.
         parameters: Those of the head that train.
     """
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -148,8 +137,6 @@ def distance(
             states = hidden[chunk].detach().requires_grad_(True)
             found = head(states).log_softmax(-1)
             loss = distances(teacher, found).sum()
-            if ce:
-                loss = loss + ce * nll_loss(found, targets[chunk], reduction="sum")
             slopes[chunk], *others = torch.autograd.grad(loss, [states, *parameters])
         for sum_, other in zip(of_parameters, others, strict=True):
             sum_ += other
@@ -174,7 +161,10 @@ class _Known(torch.autograd.Function):
 
 
 def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """`[N, 3]`, fp64: each token's KL to the teacher, the student's loss and the teacher's. Arguments as of `distance`."""
+    """`[N, 3]`, fp64: each token's KL to the teacher, the student's loss and the teacher's. Arguments as of `distance`.
+
+    `targets [N]` are the tokens that follow.
+    """
     parts = []
     with torch.no_grad():
         for chunk in chunks(len(hidden), vocabulary):

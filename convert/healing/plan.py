@@ -22,14 +22,9 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.device import require_device
 from eval.quality.origin import stated_cache
 
-EFFORTS = {
-    "quick": (20, 50),
-    "standard": (200, 500),
-    "thorough": (2000, 3000),
-}  # million tokens: up to 2B parameters, and beyond
+_TOKENS = 20_000_000  # to train on
 PARTS = ("attention", "all", "lora")
 _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
-_LARGE = 2_000_000_000  # parameters
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
@@ -54,14 +49,12 @@ class HealOptions:
 
     texts: Texts
     tokens: int | None = None
-    effort: str = "quick"
     context: int | None = None
     batch_tokens: int | None = None
     micro_batch_tokens: int | None = None
     lr: float | None = None
     train: str = PARTS[0]
     lora_rank: int | None = None
-    ce: float = 0.0
     eval_every: int | None = None
     checkpointing: bool = False
     track: str | None = None
@@ -148,17 +141,6 @@ class HealPlan:
         """How many learning rates may be tried, where any are."""
         return min(_MOST_RATES, int(_TRIALS * self.steps / self.trial_steps))
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user: on a teacher that conversion.json does not name."""
-        named, location = _stated_source(self.converted), location_of(self.teacher)
-        if named is None or str(Path(named).resolve()) == location or named.split("@")[0] == self.teacher.repository:
-            return ()
-        return (
-            f"conversion.json says that it was made from {named}, and the teacher is {location}: if that is another model, "
-            "the result will follow it, and not its source",
-        )
-
     def rates(self, loss: float) -> list[float]:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
@@ -176,7 +158,6 @@ class HealPlan:
             "lr": o.lr,
             "train": o.train,
             "lora_rank": self.lora_rank,
-            "ce": o.ce or None,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
             "cache_dtype": o.cache_dtype if self.rounding is None else self.cache_dtype,
@@ -236,7 +217,7 @@ def plan_heal(
     spec, model = family.spec, empty_model(converted.config)
     names = named(model, family, spec.num_layers, options.train)
     held_parameters(model, Reader(converted.files), names)
-    tokens = options.tokens or _tokens_of(options.effort, model)
+    tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, model, names)
     _check_rounding(plan)
@@ -282,27 +263,15 @@ def _require_peft() -> None:
         raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'") from None
 
 
-def _tokens_of(effort: str, model: Any) -> int:
-    if effort not in EFFORTS:
-        raise Refusal(f"no effort {effort!r} (choose {', '.join(EFFORTS)})")
-    return EFFORTS[effort][sum(parameter.numel() for parameter in model.parameters()) > _LARGE] * 10**6
-
-
 def _named_teacher(converted: Source) -> str:
     """The source that conversion.json names, which must be there."""
-    named = _stated_source(converted)
-    if named is None:
+    recipe = read_provenance(converted.files).get("recipe")
+    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
+    named = options.get("teacher") or options.get("model") if isinstance(options, dict) else None
+    if not isinstance(named, str):
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
         )
     if named.startswith("/") and not Path(named).exists():
         raise Refusal(f"{converted.reference} was made from {named}, which is not there", hint="name the source with --teacher")
     return named
-
-
-def _stated_source(converted: Source) -> str | None:
-    """The model that conversion.json says it was made from; None if it says nothing."""
-    recipe = read_provenance(converted.files).get("recipe")
-    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    named = options.get("teacher") or options.get("model") if isinstance(options, dict) else None
-    return named if isinstance(named, str) else None

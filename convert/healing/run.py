@@ -6,10 +6,9 @@ import logging
 from typing import Any
 
 from convert.healing.costs import disk, say_memory
-from convert.healing.describe import Healing
-from convert.healing.models import train
+from convert.healing.describe import Healing, card, provenance_of
+from convert.healing.loop import train
 from convert.healing.plan import HealPlan
-from convert.healing.provenance import card, provenance_of
 from convert.healing.team import agreed, computes_in, join
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files
@@ -77,7 +76,7 @@ def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
         "config": plan.converted.raw,
         "files": plan.converted.fingerprint,
         "teacher_files": plan.teacher.fingerprint,
-        "texts": [{"hash": one["hash"], "share": float(one["share"])} for one in texts.facts],
+        "texts": [one["hash"] for one in texts.facts],
         "rows_to_write": texts.rows_to_write,
         "versions": versions(),
     }
@@ -90,8 +89,6 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     if there:
         work.keep()  # checkpoints of an earlier run outlive whatever fails in this one
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
-    for note in plan.notes:
-        _log.info(note)
     if plan.converted.code_note:
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = texts.written(work, progress)

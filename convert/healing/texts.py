@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from convert.output.companions import write_own_text
 from convert.output.destination import CHECKPOINT, partial_path
 from convert.output.writing import Work
 from convert.planning.texts import TextSource, written_before
+from eval.inputs.loading import tokens_of
 from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
 from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
@@ -47,24 +47,20 @@ class TrainingText:
         tokens: The whole text: whole blocks of several ones, one after the other.
         blocks: `[n, context]`, of the text, and behind them those of another one to judge by.
         parts: Of each text the blocks to train on, int64.
-        shares: Of each text's blocks among those that are trained on.
         held_out: The indices of the others, from all over each text; no step sees them.
     """
 
     tokens: Tokens
     blocks: torch.Tensor
     parts: tuple[torch.Tensor, ...]
-    shares: tuple[float, ...]
     held_out: torch.Tensor
 
     @classmethod
-    def of(
-        cls, texts: Sequence[tuple[Tokens, float]], context: int, wanted: int, batch: int, judged: Tokens | None = None
-    ) -> TrainingText:
+    def of(cls, texts: Sequence[Tokens], context: int, wanted: int, batch: int, judged: Tokens | None = None) -> TrainingText:
         """Cut texts into blocks.
 
         Args:
-            texts: The texts, each with its share of the training.
+            texts: The texts.
             context: Tokens per block.
             wanted: Tokens of the whole training; they decide how many are held out.
             batch: Blocks per step.
@@ -73,10 +69,10 @@ class TrainingText:
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
         """
-        parts, aside, start, whole = list[torch.Tensor](), list[torch.Tensor](), 0, sum(share for _, share in texts)
-        for tokens, share in texts:
+        parts, aside, start = list[torch.Tensor](), list[torch.Tensor](), 0
+        for tokens in texts:
             count = len(tokens.ids) // context
-            spared = min(count, held_out(count, context, int(wanted * share / whole))) if judged is None else 0
+            spared = min(count, held_out(count, context, wanted // len(texts))) if judged is None else 0
             trains = torch.ones(count, dtype=torch.bool)
             trains[evenly_spread(spared, count)] = False
             parts.append(start + trains.nonzero().flatten())
@@ -88,35 +84,33 @@ class TrainingText:
                     hint="give a longer text, or a shorter --context",
                 )
         if (left := sum(map(len, parts))) < batch:
-            names = " and ".join(tokens.name for tokens, _ in texts)
+            names = " and ".join(tokens.name for tokens in texts)
             raise Failure(
                 f"{names} has {start} blocks of {context} tokens; a step takes {batch}, beside {start - left} held out",
                 hint="give a longer text, a smaller --batch-tokens or a shorter --context",
             )
-        alone = [tokens for tokens, _ in texts]
-        text = joined(alone if len(alone) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in alone])
+        text = joined(texts if len(texts) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in texts])
         blocks = text.blocks(context)
         if judged is not None:
             aside = [start + torch.arange(len(judged.ids) // context)]
             blocks = torch.cat((blocks, judged.blocks(context)))
-        return cls(text, blocks, tuple(parts), tuple(share for _, share in texts), torch.cat(aside))
+        return cls(text, blocks, tuple(parts), torch.cat(aside))
 
     def order(self, count: int, seed: int) -> torch.Tensor:
         """`[count]`, the indices of the blocks that steps see, one after the other.
 
-        Texts take turns by their shares. Each gives all of its blocks in random order, then all in another order, and so on.
+        Texts take turns. Each gives all of its blocks in random order, then all in another order, and so on.
         """
         order = torch.empty(count, dtype=torch.int64)
         for index in range(count):
-            text, number = turn(index, self.shares)
+            number, text = divmod(index, len(self.parts))
             again, among = divmod(number, len(self.parts[text]))
             order[index] = self.parts[text][_order(len(self.parts[text]), seed, again)[among]]
         return order
 
     def passes(self, steps: int, size: int) -> float:
         """How often steps of `size` blocks go over the text, or over that of several which they see most often."""
-        whole, parts = sum(self.shares), zip(self.parts, self.shares, strict=True)
-        return max(steps * size * share / whole / len(part) for part, share in parts)
+        return steps * size / len(self.parts) / min(map(len, self.parts))
 
 
 def held_out(blocks: int, context: int, wanted: int) -> int:
@@ -126,17 +120,6 @@ def held_out(blocks: int, context: int, wanted: int) -> int:
     """
     found = min(blocks * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context)
     return max(1, found, min(-(-_LEAST_HELD_OUT // context), blocks // _SPARED))
-
-
-def turn(index: int, shares: Sequence[float]) -> tuple[int, int]:
-    """Which of several sequences supplies item `index` of them interleaved by shares, and how many items it supplied before."""
-    for i, share in enumerate(shares[:-1]):
-        part = share / sum(shares[i:])
-        before = math.ceil(index * part)
-        if math.ceil((index + 1) * part) > before:
-            return i, before
-        index -= before
-    return len(shares) - 1, index
 
 
 @functools.lru_cache(maxsize=16)
@@ -172,14 +155,14 @@ class TrainingTexts:
     def facts(self) -> list[dict[str, Any]]:
         """Of each text what conversion.json says."""
         return [
-            {"text": part.name if part else OWN, "share": text.share, "hash": part.hash if part and not text.own else None}
+            {"text": part.name if part else OWN, "hash": part.hash if part and not text.own else None}
             for text, part in self.parts
         ]
 
     @property
     def rows_to_write(self) -> int:
         """How many blocks the teacher writes."""
-        return next((_rows(self.plan, text) for text, part in self.parts if part is None), 0)
+        return _rows(self.plan) if any(part is None for _, part in self.parts) else 0
 
     @property
     def known(self) -> TrainingText:
@@ -213,20 +196,20 @@ class TrainingTexts:
         return self._with_own(written_before(self.plan.teacher, file, rows, self.plan.context))
 
     def _with_own(self, written: torch.Tensor) -> TrainingText:
-        parts = [(part or _own(written), text.share) for text, part in self.parts]
+        parts = [part or _own(written) for _, part in self.parts]
         return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch)
 
 
-def _rows(plan: HealPlan, text: TextSource) -> int:
-    """Blocks of what the teacher writes: those that its share of the training takes, and those to judge by."""
-    tokens = min(_MOST_WRITTEN, _wanted(plan, text))
+def _rows(plan: HealPlan) -> int:
+    """Blocks of what the teacher writes: those that its part of the training takes, and those to judge by."""
+    tokens = min(_MOST_WRITTEN, _wanted(plan))
     train = max(plan.batch, tokens // plan.context)
     return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 
 
-def _wanted(plan: HealPlan, text: TextSource) -> int:
-    """Tokens of the training that fall on a text."""
-    return int(plan.tokens * text.share / sum(one.share for one in plan.options.texts))
+def _wanted(plan: HealPlan) -> int:
+    """Tokens of the training that fall on each text."""
+    return plan.tokens // len(plan.options.texts)
 
 
 def _own(written: torch.Tensor) -> Tokens:
@@ -238,17 +221,11 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
         if text.written is None:
             return None
         return _own(written_before(plan.teacher, text.written, None, plan.context))
-    return _encoded(plan, text.read().all_over(max(_ENOUGH, _wanted(plan, text))))
+    return _encoded(plan, text.read().all_over(max(_ENOUGH, _wanted(plan))))
 
 
 def _encoded(plan: HealPlan, text: Text) -> Tokens:
-    tokens = tokenize(text, plan.converted.tokenizer())
-    largest, vocabulary = int(tokens.ids.max()), plan.converted.vocabulary
-    if largest >= vocabulary:
-        raise Failure(
-            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {vocabulary}",
-            hint="the tokenizer's files are not this model's",
-        )
+    tokens = tokens_of(plan.converted, text)
     start = Text(text.name, text.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(

@@ -1,6 +1,6 @@
 """`pca`: the published conversion from GQA to MLA (TransMLA, arXiv 2502.07864), re-implemented from its formulas.
 
-Keys: in every band of F neighbouring frequencies (`--freqfold`), real PCA over all KV heads and the F frequencies, real and
+Keys: in every band of F neighbouring frequencies (`freqfold`), real PCA over all KV heads and the F frequencies, real and
 imaginary parts as separate samples, under the statistics of the calibration text. The leading F P/D components of a
 band stay rotary, at the band's own frequencies (every (D/P)-th of the source's); F > 1 treats a band's frequencies as
 equal, which costs accuracy. The rest becomes nope. Values and nope keys: one joint, uncentred PCA, the keys first

@@ -50,37 +50,26 @@ def copy_companions(path: Path, source: Path, code: bool) -> None:
 
 
 def copy_code(path: Path, files: Sequence[Path]) -> None:
-    """Copy Python files that a checkpoint is loaded with into its directory: all, or after an error or an interrupt none.
+    """Copy Python files that a checkpoint is loaded with into its directory.
 
-    A kill may leave some of them new. They get their names from the last one on: a new `modeling_kvfold.py` refuses an older
-    config beside it, and an older one may not refuse a new config. To copy again completes them.
+    They get their names from the last one on: a new `modeling_kvfold.py` refuses an older config beside it, and an older one
+    may not refuse a new config. To copy again completes what was stopped between two of them.
 
     Raises:
-        OSError: The directory is as it was.
+        OSError: There is no room for the files; the directory is as it was.
     """
-    places = {path / file.name: file for file in reversed(files)}
-    new, old = ({place: place.with_name(place.name + end) for place in places} for end in (".tmp", ".old.tmp"))
+    places = {path / file.name: path / f"{file.name}.tmp" for file in reversed(files)}
     try:
-        for place, file in places.items():
-            shutil.copyfile(file, new[place])
+        for file, (place, temporary) in zip(reversed(files), places.items(), strict=True):
+            shutil.copyfile(file, temporary)
             if place.exists():
-                shutil.copymode(place, new[place])
-                shutil.copy2(place, old[place])
-                sync_file(old[place])
-            sync_file(new[place])
-        try:
-            for place in places:
-                new[place].replace(place)
-        except BaseException:
-            for place in places:
-                if old[place].exists():
-                    old[place].replace(place)
-                elif not new[place].exists():  # there was none before
-                    place.unlink()
-            raise
+                shutil.copymode(place, temporary)
+            sync_file(temporary)
+        for place, temporary in places.items():
+            temporary.replace(place)
         sync_directory(path)
     finally:
-        for temporary in (*new.values(), *old.values()):
+        for temporary in places.values():
             temporary.unlink(missing_ok=True)
 
 

@@ -84,19 +84,15 @@ def _require_destination(output: Path) -> None:
     if output.is_symlink():
         raise Refusal(f"OUTPUT {output} is a link to {output.readlink()}", hint="give the directory that it is to be itself")
     if output.exists() and not output.is_dir():
-        raise Refusal(f"OUTPUT {output} is {_kind(output)}", hint="give a directory that does not exist yet")
+        raise Refusal(f"OUTPUT {output} is not a directory", hint="give a directory that does not exist yet")
     if above := next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None):
-        raise Refusal(f"OUTPUT {output} lies in {_kind(above)}, {above}", hint="give a directory that does not exist yet")
+        raise Refusal(
+            f"OUTPUT {output} lies in {above}, which is not a directory", hint="give a directory that does not exist yet"
+        )
     if os.path.ismount(output):
         raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
     if not output.resolve().name or not _is_unicode(output):
         raise Refusal(f"OUTPUT {str(output)!r} is not a name for a directory", hint="choose another")
-
-
-def _kind(path: Path) -> str:
-    """Names what stands there instead of a directory."""
-    kinds = {"a device": (path.is_char_device, path.is_block_device), "a FIFO": (path.is_fifo,), "a socket": (path.is_socket,)}
-    return next((name for name, tests in kinds.items() if any(test() for test in tests)), "a file")
 
 
 def _is_ours(partial: Path) -> bool:
@@ -107,17 +103,12 @@ def _is_ours(partial: Path) -> bool:
     return INPUTS in there or there <= {f"{INPUTS}.tmp"}
 
 
-def begun(output: Path) -> dict[str, Any] | None:
-    """The inputs of the unfinished work at OUTPUT, or None."""
-    return read_object(partial_path(output) / INPUTS)
-
-
 def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
     """A command's options without its texts, which hashes of tokens identify wherever they lie; what is its own stays so."""
     given = options.get("text")
     own = SELF in (given if isinstance(given, list) else [given])
-    plain = {name: value for name, value in options.items() if name not in ("text", "strings", "text_shares")}
-    return plain | ({"text": SELF, "text_shares": options.get("text_shares")} if own else {})
+    plain = {name: value for name, value in options.items() if name not in ("text", "strings")}
+    return plain | ({"text": SELF} if own else {})
 
 
 def read_provenance(output: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from attention.errors import Failure
 
-_MARKS = "kvfold: ", '{"kvfold"'  # the start of the line, and of that of earlier versions
+_MARK = "kvfold: "  # the start of the line
 _LONGEST = 1000  # characters of the line that are read
 
 
@@ -80,7 +80,7 @@ def _require_ours(path: Path) -> None:
     """Fail if the file exists and no run of kvfold made it."""
     with contextlib.suppress(FileNotFoundError):
         found = _read(path).strip("\0 \n")  # a power failure may leave zeros
-        if found and not found.startswith(_MARKS):
+        if found and not found.startswith(_MARK):
             raise Failure(f"{path} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
 
 
@@ -88,7 +88,7 @@ def _line() -> str:
     """Names this process."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:500] if sys.argv else ""
-    return f"{_MARKS[0]}process {os.getpid()} on {platform.node()}, since {since}{command and f' ({command})'}\n"
+    return f"{_MARK}process {os.getpid()} on {platform.node()}, since {since}{command and f' ({command})'}\n"
 
 
 def _read(path: Path) -> str:
@@ -101,4 +101,4 @@ def _named(path: Path) -> str:
     line = ""
     with contextlib.suppress(OSError):
         line = _read(path).partition("\n")[0]
-    return line.removeprefix(_MARKS[0]) if line.startswith(_MARKS[0]) else f"{path} is locked, and does not say by whom"
+    return line.removeprefix(_MARK) if line.startswith(_MARK) else f"{path} is locked, and does not say by whom"

@@ -13,14 +13,14 @@ from eval.inputs.source import Source
 
 
 def refresh(output: Path) -> dict[str, Any]:
-    """Replace the files that differ from this version's: all, or none.
+    """Replace the files, if any differs from this version's.
 
     Returns:
         `output`, its `code_version` from now on, and `renewed`: the version before of each file that was replaced, 0 if none.
 
     Raises:
         Refusal: It is no directory or not of kvfold's class, its config names other code, or its code is newer.
-        Failure: Another run writes it; or its files cannot be replaced, and are as they were.
+        Failure: Another run writes it; or its files cannot be replaced.
     """
     _require_ours(output)
     with exclusive(output):
@@ -28,9 +28,7 @@ def refresh(output: Path) -> dict[str, Any]:
         try:
             return {"output": str(output), "code_version": code_version(CODE[0]), "renewed": _renewed(output)}
         except OSError as error:
-            raise Failure(
-                f"cannot renew the code in {output}: {error}", hint="mend that, then run it again; the code is as it was"
-            ) from None
+            raise Failure(f"cannot renew the code in {output}: {error}", hint="mend that, then run it again") from None
 
 
 def _renewed(output: Path) -> dict[str, int]:

@@ -29,22 +29,21 @@ def tokenizer_class(source: Source, config: dict[str, Any]) -> str | None:
     Raises:
         Failure: Whatever it names, transformers would load another tokenizer than the source's.
     """
-    code = source.tokenizer_code
-    if (config.get("model_type") == source.config.model_type and not code) or not source.has_tokenizer:
+    if config.get("model_type") == source.config.model_type or not source.has_tokenizer:
         return None
     try:
         expected = source.tokenizer()
     except Failure:
         return None  # that does not work in the source either
-    name = "PreTrainedTokenizerFast" if code else type(expected).__name__  # which takes a tokenizer.json as it is
+    name = type(expected).__name__
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         write_config(path, config, None)
         copy_companions(path, source.files, source.trust_remote_code)
         result = source.beside(directory)
-        if not code and _loads_as(result, expected):
+        if _loads_as(result, expected):
             return None
-        name_tokenizer_class(path, name, code)
+        name_tokenizer_class(path, name)
         if _loads_as(result, expected):
             return name
     raise Failure(
@@ -55,11 +54,10 @@ def tokenizer_class(source: Source, config: dict[str, Any]) -> str | None:
     )
 
 
-def name_tokenizer_class(path: Path, name: str, instead_of_code: bool) -> None:
-    """Write the class into the tokenizer_config.json of a directory, in place of code of its own if it names any."""
+def name_tokenizer_class(path: Path, name: str) -> None:
+    """Write the class into the tokenizer_config.json of a directory."""
     file = path / _FILE
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    values = {key: value for key, value in values.items() if key != "auto_map" or not instead_of_code}
     file.write_text(json.dumps(values | {_FIELD: name}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

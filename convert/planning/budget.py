@@ -1,4 +1,4 @@
-"""Splits a KV budget into a format, rank and rotary dims, and checks folds of frequencies. Pure arithmetic.
+"""Splits a KV budget into a format, rank and rotary dims, and folds frequencies. Pure arithmetic.
 
 The rotary dims were chosen on a model of 135M and one of 6M parameters (docs/notes/fits.md), formats by docs/results.md.
 """
@@ -18,20 +18,9 @@ FORMATS = ((0.4, ("int8", "q8_0")), (0.125, ("int4", "q4_0")), (0.0, ("mixed", "
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
 
 
-def default_fold(rope_dim: int, rotary_dim: int) -> int:
-    """The fewest neighbouring frequencies that must count as one so that P dims spread evenly over D."""
+def fold_of(rope_dim: int, rotary_dim: int) -> int:
+    """The fewest neighbouring frequencies that must count as one so that P dims spread evenly over D; both are even."""
     return rotary_dim // math.gcd(rotary_dim, rope_dim)
-
-
-def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
-    """Refuse a `--freqfold` that does not give every band the same number of components."""
-    frequencies = rotary_dim // 2
-    if fold < 1 or frequencies % fold or fold * rope_dim % rotary_dim:
-        choices = [f for f in range(1, frequencies + 1) if frequencies % f == 0 and f * rope_dim % rotary_dim == 0]
-        raise Refusal(
-            f"cannot fold {frequencies} frequencies by {fold} for {rope_dim} rotary dims: the fold must divide {frequencies}, "
-            f"and fold × {rope_dim} must be a multiple of {rotary_dim} (choose {', '.join(map(str, choices))})"
-        )
 
 
 def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:

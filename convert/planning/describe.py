@@ -19,7 +19,6 @@ from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.allowed import host_of, readable
 from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.budget import rule_text
-from eval.inputs.former import FORMERS
 from eval.terminal.tables import bytes_text, table
 
 if TYPE_CHECKING:
@@ -318,11 +317,10 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _found() -> list[str]:
-    """What experiments read, and former types."""
+    """What experiments read."""
     return [
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
         f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
-        f"former model types, read as other classes without their own code: {', '.join(FORMERS)}",
     ]
 
 

@@ -11,7 +11,7 @@ from attention.errors import Refusal
 from attention.formats import format_named, rounding_of
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import check_fold, default_fold, format_of, layer_ranks
+from convert.planning.budget import fold_of, format_of, layer_ranks
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class LatentSize:
         qk_rope_head_dim: P, or None.
         kv_share: A share of the source's KV cache, or None.
         kv_bytes: Bytes per token in all layers, or None.
-        freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         portable: Whether engines' own DeepSeek classes have to run the result.
         per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
@@ -44,7 +43,6 @@ class LatentSize:
     qk_rope_head_dim: int | None = None
     kv_share: float | None = None
     kv_bytes: int | None = None
-    freqfold: int | None = None
     pad_rank: bool = False
     portable: bool = False
     per_layer_ranks: bool = False
@@ -206,7 +204,7 @@ class Sizing:
             spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
         full = bounds.full_rank(rope_dim)
         used = self._channels(rank, rope_dim, any_rank=request.pad_rank or spec == before)
-        fold = _freqfold(self.method, request.freqfold, rope_dim, bounds.rotary_dim)
+        fold = fold_of(rope_dim, bounds.rotary_dim) if self.method.folds and bounds.rotary_dim else 1
         form = request.cache_dtype or self.dtype
         if host.portable and format_named(form).classes:
             raise Refusal(
@@ -295,20 +293,6 @@ class Sizing:
         held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
         if held >= self.bounds.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"
-
-
-def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:
-    if not method.folds:
-        if fold is not None:
-            raise Refusal(f"method {method.name} does not fold frequencies", hint="leave out --freqfold, or use --method pca")
-        return 1
-    if not rotary_dim:
-        if fold is not None:
-            raise Refusal("there are no frequencies to fold: the source has no RoPE", hint="leave out --freqfold")
-        return 1
-    chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
-    check_fold(chosen, rope_dim, rotary_dim)
-    return chosen
 
 
 def _channels_note(rank: int, used: int, host: Host) -> str:

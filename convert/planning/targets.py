@@ -118,7 +118,6 @@ class LatentTarget:
         return {
             "kv_lora_rank": self.spec.kv_lora_rank,
             "qk_rope_head_dim": self.spec.qk_rope_head_dim,
-            **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
             **({"pad_rank": True} if self.pad_rank else {}),
             **({"portable": True} if self.host.portable else {}),
             **({"per_layer_ranks": True} if self.ranks else {}),

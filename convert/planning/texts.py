@@ -1,15 +1,13 @@
-"""The texts that a command takes: files, a data set, strings of a program, what the model writes itself; each with a share."""
+"""The texts that a command takes: files, a data set, strings of a program, what the model writes itself."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import MOST_SHARE, SELF, OneText, Text, TextGiven, load_dataset, read_file, text_of
+from eval.inputs.text import SELF, Text, TextGiven, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +22,12 @@ class TextSource:
     Attributes:
         kind: "self", "text" (a file), "dataset" or "strings".
         name: SELF, the file's path, the data set's name, or how many strings.
-        share: Of the tokens, relative to the shares of the other texts.
         strings: Of a program.
         written: The file of what the model wrote for an earlier conversion, which is taken again.
     """
 
     kind: str
     name: str
-    share: float = 1.0
     strings: tuple[str, ...] = field(default=(), repr=False, compare=False)
     written: Path | None = None
 
@@ -63,54 +59,44 @@ DEFAULT: Texts = (OWN,)  # where none is given
 
 
 def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
-    """The texts that a user gives, in order; those of a data set come last, with a share of 1.
+    """The texts that a user gives, in order; that of a data set comes last.
 
     Raises:
-        Refusal: A text is given twice, or a share is not a number above 0 and at most `MOST_SHARE`.
+        Refusal: A text is given twice.
     """
-    given = text if isinstance(text, Mapping) else {}
-    found = [_named(name, share) for name, share in given.items()] if given else [] if text is None else [_one(text)]
-    if isinstance(text, Mapping) and not given:
-        raise Refusal("there is no text among those given", hint="leave it out, or give a file")
+    found = list[TextSource]()
+    if isinstance(text, str | Path):
+        found.append(_named(text))
+    elif text is not None and any(isinstance(one, Path) for one in text):
+        found += map(_named, text)
+    elif text is not None:
+        found.append(TextSource("strings", str(len(text)), tuple(map(str, text))))
     if dataset is not None:
         found.append(TextSource("dataset", dataset))
     names = [one.name if one.own or one.kind != "text" else str(Path(one.name).resolve()) for one in found]
     if twice := [one.name for i, one in enumerate(found) if names[i] in names[:i]]:
-        raise Refusal(f"the text {twice[0]} is given twice", hint="give it once, with a larger share")
-    for one in found:
-        if not (isinstance(one.share, int | float) and 0 < one.share <= MOST_SHARE):
-            raise Refusal(f"the share of {one.label} is {one.share}; it must be a number above 0 and at most {MOST_SHARE:g}")
+        raise Refusal(f"the text {twice[0]} is given twice", hint="give it once")
     return tuple(found)
 
 
-def _one(text: OneText | Mapping[str | Path, float]) -> TextSource:
-    if isinstance(text, str | Path):
-        return _named(text, 1.0)
-    strings = tuple(map(str, text))
-    return TextSource("strings", str(len(strings)), strings=strings)
-
-
-def _named(name: str | Path, share: float) -> TextSource:
+def _named(name: str | Path) -> TextSource:
     if isinstance(name, str) and name == SELF:
-        return TextSource(SELF, SELF, share)
+        return OWN
     if Path(name).suffix == ".safetensors":
-        return TextSource(SELF, SELF, share, written=Path(name))
-    return TextSource("text", str(name), share)
+        return TextSource(SELF, SELF, written=Path(name))
+    return TextSource("text", str(name))
 
 
 def as_options(texts: Texts, absolute: bool = False) -> dict[str, Any]:
-    """The texts as options of the command line: `{"text": …, "text_shares": …, "dataset": …}`; strings by their number.
+    """The texts as options of the command line: `{"text": …, "dataset": …}`; strings by their number.
 
     Args:
         texts: From `texts_of`.
         absolute: Whether paths are to hold in any directory.
     """
-    named = [one for one in texts if one.kind in (SELF, "text")]
-    paths = [_path(one, absolute) for one in named]
-    numbers = ",".join(repr(float(one.share)).removesuffix(".0") for one in named)  # all digits, so that a recipe repeats it
-    shares = {"text_shares": numbers} if len({one.share for one in texts}) > 1 else {}
+    paths = [_path(one, absolute) for one in texts if one.kind in (SELF, "text")]
     files = {"text": paths[0] if len(paths) == 1 else paths} if paths else {}
-    return files | shares | {one.kind: one.name for one in texts if one.kind in ("strings", "dataset")}
+    return files | {one.kind: one.name for one in texts if one.kind in ("strings", "dataset")}
 
 
 def _path(one: TextSource, absolute: bool) -> str:
@@ -127,7 +113,7 @@ def names_of(texts: Texts, own: str | None = None) -> str:
 
 
 def shared_out(blocks: int, texts: Texts) -> list[int]:
-    """How many of so many blocks each text gives, by its share, but at least one. What is left over goes to the first ones.
+    """How many of so many blocks each text gives, at least one: equally many, and fewer of the last ones.
 
     Raises:
         Refusal: There are fewer blocks than texts.
@@ -137,10 +123,9 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
             f"{blocks} blocks of calibration text cannot come from {len(texts)} texts",
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
-    whole, counts, left = sum(one.share for one in texts), list[int](), blocks
-    for index, one in enumerate(texts):
-        others = len(texts) - index - 1
-        counts.append(min(left - others, max(1, math.ceil(blocks * one.share / whole - 1e-9))) if others else left)
+    each, counts, left = -(-blocks // len(texts)), list[int](), blocks
+    for others in reversed(range(len(texts))):
+        counts.append(min(left - others, each))
         left -= counts[-1]
     return counts
 

@@ -40,9 +40,8 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:
-            model_class, weights = _weights(source)
-            model, info = model_class.from_pretrained(
-                **weights,
+            model, info = auto_class(source.config).from_pretrained(
+                source.files,
                 dtype=getattr(torch, compute_dtype(source, dtype, device)),
                 trust_remote_code=source.trust_remote_code,
                 config=source.config,
@@ -88,18 +87,6 @@ def _require_whole(source: Source, model: Any, info: Mapping[str, Any]) -> None:
         _log.warning(
             "%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unexpected), source.name, unexpected[0]
         )
-
-
-def _weights(source: Source) -> tuple[Any, dict[str, Any]]:
-    """The class that loads a model, and what it takes weights from: files, or a former type's tensors by their new names."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if not source.is_former:
-        return auto_class(source.config), {"pretrained_model_name_or_path": source.files}
-    reader = source.reader()
-    tensors = {name: reader[name] for name in reader.infos}
-    # An auto class wants a path, too.
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)], {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 
 def _require_forwards(source: Source, model: Any) -> None:

@@ -12,7 +12,6 @@ _MERGE = (
     "merge it into its base model with PEFT, and copy the tokenizer: "
     "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 )
-_OTHER_FORM = "get the same model as safetensors"
 # Of a name, what the files are, and the next step; the first counts.
 _LAYOUTS = (
     (r"adapter_config\.json", "an adapter", _MERGE),
@@ -34,8 +33,6 @@ _LAYOUTS = (
     (r"[^/]+\.gguf", "GGUF files", "name one of them as MODEL: DIR/FILE.gguf"),
     (r"zero_to_fp32\.py", "a state of DeepSpeed", "run the zero_to_fp32.py in it, which writes weights"),
     (r"[^/]+\.safetensors", "weights under another name", "rename them to model.safetensors"),
-    (r"[^/]+\.h5", "weights of TensorFlow", _OTHER_FORM),
-    (r"[^/]+\.msgpack", "weights of Flax", _OTHER_FORM),
     (r"[^/]+/config\.json", "checkpoints one level deeper", "name one of them as MODEL"),
 )
 _ORIGINAL = "convert the original checkpoint, in float32, bfloat16 or float16, then quantise"

@@ -10,7 +10,7 @@ import math
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,9 @@ class TensorInfo:
         """
         return self.dtype in _CASTABLE
 
-    def part_of(self, parts: int) -> TensorInfo:
-        """One of so many equal parts by rows."""
-        return self if parts == 1 else TensorInfo((self.shape[0] // parts, *self.shape[1:]), self.dtype)
-
     def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
         """The tensor under `--dtype`: floats are cast, everything else stays."""
         return TensorInfo(self.shape, dtype) if dtype and self.is_float else self
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """What is read as a tensor: one of the files by name, or one of so many equal parts of it by rows."""
-
-    name: str
-    part: int = 0
-    parts: int = 1
 
 
 class Reader:
@@ -79,8 +66,6 @@ class Reader:
     Args:
         directory: The directory.
         renamed: Maps the names in the files to other ones, by which its tensors are known here.
-        becomes: Gives the names by which a tensor in the files is known before `renamed`: its own or another, those of its
-            equal parts by rows, or none if it is left out.
 
     Attributes:
         infos: Every tensor's shape and dtype, in file order.
@@ -89,17 +74,12 @@ class Reader:
 
     Raises:
         Refusal: There are no weights; with what there is.
-        Failure: A shard is missing or damaged, or two hold other values for one tensor; or as `becomes`.
+        Failure: A shard is missing or damaged, or two hold other values for one tensor.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None,
-        becomes: Callable[[str], tuple[str, ...]] | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> None:
         self._directory = directory
-        self._stored: dict[str, _Stored] = {}  # what is read, where names differ
+        self._stored: dict[str, str] = {}  # the names in the files, where they differ
         self._file_of: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
@@ -108,35 +88,20 @@ class Reader:
         for file in self.files:
             for name, info in self._headers(file):
                 self._add(file, name, info)
-        if becomes:
-            self._rename({name: becomes(name) for name in self.infos})
-            # As files that are written with these names have them.
-            self.infos = dict(sorted(self.infos.items(), key=lambda item: (self._file_of[item[0]], item[0])))
         if renamed and (names := renamed(self.infos)):
-            self._rename({name: (names.get(name, name),) for name in self.infos})
+            self._stored = {new: name for name, new in names.items()}
+            self._file_of = {names.get(name, name): file for name, file in self._file_of.items()}
+            self.infos = {names.get(name, name): info for name, info in self.infos.items()}
+            self.aliases = {names.get(name, name): names.get(first, first) for name, first in self.aliases.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor as a view of its mapped file, or a copy of its part of one. One file is open at a time."""
-        stored = self._stored.get(name, _Stored(name))
-        tensor = self._shard(self._file_of[name]).get_tensor(stored.name)
-        return tensor if stored.parts == 1 else tensor.chunk(stored.parts)[stored.part].clone()
+        """The tensor as a view of its mapped file. One file is open at a time."""
+        tensor: torch.Tensor = self._shard(self._file_of[name]).get_tensor(self._stored.get(name, name))
+        return tensor
 
     def file(self, name: str) -> str:
         """The weight file that a tensor is in."""
         return self._file_of[name]
-
-    def _rename(self, names: Mapping[str, tuple[str, ...]]) -> None:
-        before, self._stored = self._stored, {}
-        for name, new in names.items():
-            if len(new) > 1 and (not self.infos[name].shape or self.infos[name].shape[0] % len(new)):
-                shape = list(self.infos[name].shape)
-                raise Failure(f"{name} is {shape}, which does not stack {len(new)} equal parts by rows", hint=_AGAIN)
-            kept = before.get(name, _Stored(name))
-            self._stored |= {one: replace(kept, part=i, parts=len(new)) if len(new) > 1 else kept for i, one in enumerate(new)}
-        self._file_of = {one: self._file_of[name] for name, new in names.items() for one in new}
-        self.infos = {one: self.infos[name].part_of(len(new)) for name, new in names.items() for one in new}
-        pairs = [pair for name, other in self.aliases.items() for pair in zip(names[name], names[other], strict=False)]
-        self.aliases = dict(pairs)
 
     def _headers(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
         shard = self._shard(file)

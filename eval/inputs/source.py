@@ -17,10 +17,8 @@ from attention.auto import refuse_adapter
 from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, misfits
-from eval.inputs.former import Former, former_of
 from eval.inputs.gguf import GgufFile
 from eval.inputs.reader import TOKENIZER_FILES, Reader, fingerprint
-from eval.inputs.sealed import read_object
 
 _DEFAULT_CONTEXT = 2048
 # Keys that say how one machine computes attention: another may not have it, and save_pretrained writes none of them.
@@ -34,6 +32,8 @@ _WANTED = [
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+# Model types of code from before transformers had a class for such models.
+_FORMER = ("RefinedWeb", "RefinedWebModel", "Yi", "baichuan", "internlm", "phi-msft", "qwen", "stablelm_epoch")
 
 
 @dataclass(frozen=True)
@@ -99,39 +99,17 @@ class Source:
         """The content of config.json, without an `auto_map` that is not followed (`unused_code`).
 
         Raises:
-            Refusal: As of `_former`.
+            Refusal: As of `_stated`.
         """
         return {key: value for key, value in self._stated.items() if key != "auto_map" or not self.unused_code}
 
-    @property
+    @cached_property
     def _stated(self) -> dict[str, Any]:
-        """What config.json says, for a former model type as transformers' class reads it."""
-        return self._former.config if self._former else self._said
-
-    @cached_property
-    def _former(self) -> Former | None:
-        """How it is read if its model type is a former one. Where that cannot be, its own code may measure it.
-
-        Raises:
-            Refusal: As of `_said`, or as `former_of`.
-        """
-        try:
-            former = former_of(self._said, self._where)
-            if former:
-                config_rules.check_raw(former.config, self._where)
-            return former
-        except Refusal:
-            if self.trust_remote_code and self._said.get("auto_map"):
-                return None
-            raise
-
-    @cached_property
-    def _said(self) -> dict[str, Any]:
         """What config.json says.
 
         Raises:
-            Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`; or an
-                adapter lies beside it; or as `GgufFile.raw`.
+            Refusal: It is missing, is not a config, is of a former model type whose own code may not run, or has a value that
+                breaks a rule of `eval.inputs.config_rules`; or an adapter lies beside it; or as `GgufFile.raw`.
         """
         if self.gguf:
             return self.gguf.raw
@@ -146,6 +124,12 @@ class Source:
             raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
         refuse_adapter(path.parent, self.reference)
         config_rules.check_raw(raw, self._where)
+        former = raw["model_type"]
+        if former in _FORMER and not (self.trust_remote_code and raw.get("auto_map")):
+            raise Refusal(
+                f"transformers has no class for model type {former!r} of {self.reference}",
+                hint="get a later revision, or a copy of it that was converted to a class of transformers",
+            )
         return raw
 
     def _no_checkpoint(self) -> Refusal:
@@ -217,7 +201,7 @@ class Source:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
-        notes = (self.gguf and self.gguf.note, self._former and self._former.note, self.unused_code)
+        notes = (self.gguf and self.gguf.note, self.unused_code)
         return tuple(note for note in notes if note)
 
     @cached_property
@@ -278,8 +262,8 @@ class Source:
         return str(named).removeprefix("torch.")
 
     def _dtype_of_weights(self) -> str | None:
-        """A float dtype that its files have. None for a Hub id, but for former types, whose configs rarely name it."""
-        if self.directory is None and not self._former:
+        """A float dtype that its files have. None for a Hub id."""
+        if self.directory is None:
             return None
         try:
             held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
@@ -323,36 +307,18 @@ class Source:
         """Its own tokenizer.
 
         Raises:
-            Failure: It cannot be loaded, or is code of a former model type and has no tokenizer.json.
+            Failure: It cannot be loaded.
         """
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
         try:
-            if self.tokenizer_code:
-                if (self.files / "tokenizer.json").is_file():
-                    return PreTrainedTokenizerFast.from_pretrained(self.files)
-                raise Failure(
-                    f"the tokenizer of {self.reference} is code of its own, which is not run",
-                    hint="put the tokenizer.json of a copy that was converted to transformers' class beside it",
-                )
             models.make_known(self.model_type)
-            known = {"config": self.config} if self._former else {}
-            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code, **known)
+            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
         except Failure:
             raise
         except Exception as error:
             said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
             raise Failure(said, hint="copy the tokenizer's files beside the weights") from error
-
-    @property
-    def is_former(self) -> bool:
-        """Whether its model type is a former one, which is read as another class."""
-        return self._former is not None
-
-    @property
-    def tokenizer_code(self) -> bool:
-        """Whether its tokenizer names code of its own, and its model type is a former one, whose code is not run."""
-        return self.is_former and "auto_map" in (read_object(self.files / "tokenizer_config.json") or {})
 
     @property
     def decoder(self) -> Any:
@@ -393,8 +359,8 @@ class Source:
         return found
 
     def reader(self, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> Reader:
-        """Reads its tensors, of a former model type by the names of the class that it is read as. As `Reader`."""
-        return Reader(self.files, renamed, self._former.becomes if self._former else None)
+        """Reads its tensors. As `Reader`."""
+        return Reader(self.files, renamed)
 
     @property
     def commit(self) -> str | None:

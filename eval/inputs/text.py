@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
 OneText = str | Path | Sequence[str]  # a file, or strings
-TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
-MOST_SHARE = 1e12  # of a text among several: so many tokens are never read, and sums of shares stay exact enough
+TextGiven = OneText | Sequence[str | Path]  # with a path among them: several texts
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
 

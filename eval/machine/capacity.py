@@ -18,12 +18,6 @@ from attention.spec import AttentionSpec
 GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9
 _LONGEST = 2**40  # tokens: a cache of which windows bound every layer fits at any length
-# By the names that people give to GPUs: the gigabytes that each comes with.
-_SIZES: dict[str, tuple[float, ...]] = {
-    "A10": (24,), "A40": (48,), "A100": (40, 80), "A800": (80,), "A6000": (48,), "H20": (96,), "H100": (80,), "H200": (141,),
-    "H800": (80,), "L4": (24,), "L40S": (48,), "MI300X": (192,), "T4": (16,), "V100": (16, 32), "RTX 3090": (24,),
-    "RTX 4090": (24,), "RTX 5090": (32,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,25 +39,6 @@ class Fit:
     weight_bytes: int
     longest_context: dict[str, int]
     fits: dict[str, bool]
-
-
-def gigabytes_of(name: str) -> tuple[str, float]:
-    """The usual name of a GPU, and its memory in gigabytes.
-
-    Raises:
-        Refusal: There is none of that name, or it comes in several sizes.
-    """
-    found = next((known for known in _SIZES if _plain(known) == _plain(name)), None)
-    if found is None:
-        raise Refusal(f"{name!r} is not a GPU that kvfold knows: give its memory in GB, too, as in A6000=48")
-    size, *others = _SIZES[found]
-    if others:
-        raise Refusal(f"{found} comes with {size:g} or {others[0]:g} GB: say which, as in {found}={size:g}")
-    return found, size
-
-
-def _plain(name: str) -> str:
-    return name.casefold().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("rtx")
 
 
 def without_weights(config: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from attention.errors import GateMissed, Refusal
+from attention.errors import Refusal
 from attention.formats import KIVI
 from attention.kv_bytes import dtype_bytes
 from attention.spec import AttentionSpec
@@ -29,28 +29,6 @@ _OF_KIVI = (
     "has all full groups of keys rounded, and its bytes are by formula: a real KIVI cache keeps the keys of the newest tokens "
     "as they are, and loses less"
 )
-
-
-def require_ratio(report: dict[str, Any], limit: float | None) -> None:
-    """Require every model's perplexity to be at most `limit` times the source's, at every context.
-
-    Rows over caches in other formats are for comparison, and required nothing of.
-
-    Raises:
-        GateMissed: A model exceeds it.
-    """
-    contexts = {report["protocol"]["context"]: report["models"]}
-    contexts |= {other["context"]: other["models"] for other in report["other_contexts"]}
-    forms = [entry.get("cache_format") for entry in report["models"][1:]]  # in the order of the rows at every context
-    for context, (source, *others) in contexts.items() if limit is not None else ():
-        for entry in (other for other, form in zip(others, forms, strict=True) if form is None):
-            ratio = entry["perplexity"] / source["perplexity"]
-            if ratio > limit:
-                where = f" at context {context}" if len(contexts) > 1 else ""
-                raise GateMissed(
-                    f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}{where}, the limit is {limit:g} ×",
-                    report,
-                )
 
 
 def report_of(

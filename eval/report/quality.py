@@ -15,6 +15,7 @@ from typing import Any
 
 from attention.errors import Failure, Refusal
 from eval.inputs.overlap import WARN_ABOVE
+from eval.inputs.sealed import write_whole
 from eval.report import plot
 from eval.report.sections import LARGE, loss_text, sections
 from eval.terminal.escapes import markdown, printable
@@ -134,10 +135,5 @@ def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:
     """Write each of `pages`, text by file name, completely or not at all; return their paths by name."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
-        temporary = directory / f".{name}.{os.getpid()}"
-        try:
-            temporary.write_bytes(text.encode())
-            temporary.replace(directory / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(directory / name, text.encode())
     return {name: directory / name for name in pages}

@@ -31,7 +31,7 @@ from eval.terminal.progress import Progress, silent, stage
 from eval.terminal.tables import bytes_text
 
 _log = logging.getLogger("kvfold")
-_WARM_UP = 3  # steps; the second one records CUDA graphs
+_WARM_UP = 3  # steps
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class BenchSettings:
         rounds: Rounds per model, batch and context.
         dtype: Dtype of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …
-        compile: Run decode steps through torch.compile.
         stock: Also measure models with latent or grouped attention as transformers runs them.
-        backend: The backend of torch.compile.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -56,9 +54,7 @@ class BenchSettings:
     rounds: int = 5
     dtype: str = "auto"
     device: str = "auto"
-    compile: bool = False
     stock: bool = False
-    backend: str = "inductor"
 
 
 class Case(NamedTuple):
@@ -109,10 +105,9 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
             try:
                 found.append(_entry(each, cases, device, settings, done))
             finally:
-                torch.compiler.reset()  # compiled code holds its model, and CUDA graphs hold their memory
                 gc.collect()
                 torch.cuda.empty_cache()  # does nothing without a GPU
-    asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile}
+    asked = {"rounds": settings.rounds, "steps": settings.steps}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
 
@@ -200,7 +195,7 @@ def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, don
     with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
         work = Workload(model, *case)
         device = work.ids.device
-        row = case._asdict() | _warm_up(work, run, settings)
+        row = case._asdict() | _warm_up(work, run)
         prefills, steps = list[float](), list[float]()
         for _ in range(settings.rounds):
             prefills += timed(device, work.prefill, work.to_start, 1)
@@ -210,7 +205,7 @@ def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, don
     return row | {"prefill_seconds": spread(prefills), "step_seconds": spread(steps)}
 
 
-def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str, Any]:
+def _warm_up(work: Workload, run: ModelRun) -> dict[str, Any]:
     """Everything but times: the backend, the memory, the chunks of the prefill."""
     device, name = work.ids.device, run.source.name
     work.to_start()
@@ -224,12 +219,8 @@ def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str
         "backend_reason": reason,
         "prefill_chunk": work.chunk,
         "cache_bytes": work.cache_bytes,
-        # Before compilation, since replaying a CUDA graph allocates nothing.
         "peak_bytes": _peak(work),
     }
-    if settings.compile:
-        work.compile(settings.backend)
-        work.check_logits(name, run.dtype)
     timed(device, work.step, work.to_last, _WARM_UP)
     return found
 

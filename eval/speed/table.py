@@ -54,7 +54,7 @@ def _setup(setup: dict[str, Any], models: list[dict[str, Any]]) -> str:
     dtypes, attentions = (" and ".join(dict.fromkeys(model[key] for model in models)) for key in ("dtype", "attention"))
     return (
         f"{setup['name']} ({setup['device']}), cores: {setup['cores']}, threads: {setup['threads']}; torch {setup['torch']}, "
-        f"transformers {setup['transformers']}; {dtypes}, {attentions} attention, steps "
-        f"{'compiled' if setup['compile'] else 'not compiled'}. Medians (least to most) of rounds: {setup['rounds']}, each of "
-        f"one prefill and steps: {setup['steps']}. A step is a forward pass of the last token of each sequence."
+        f"transformers {setup['transformers']}; {dtypes}, {attentions} attention. "
+        f"Medians (least to most) of rounds: {setup['rounds']}, each of one prefill and steps: {setup['steps']}. A step is a "
+        "forward pass of the last token of each sequence."
     )

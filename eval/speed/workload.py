@@ -29,7 +29,7 @@ class Workload:
         ids: `[batch, context]`.
         cache: A `StaticCache` of `context` tokens.
         chunk: Tokens of each sequence per prefill pass.
-        decode: Runs a step: `model`, or `model` compiled.
+        decode: Runs a step: `model`, unless a caller puts something else here.
     """
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
@@ -77,13 +77,6 @@ class Workload:
         logits: torch.Tensor = self.decode(self.ids[:, -1:], use_cache=True, **{CACHE: self.cache}).logits
         return logits
 
-    def compile(self, backend: str) -> None:
-        """Make `step` run through torch.compile. Everything that this process compiled before is discarded."""
-        torch.compiler.reset()
-        on_gpu = self.ids.device.type == "cuda" and backend == "inductor"
-        mode = "reduce-overhead" if on_gpu else None  # CUDA graphs
-        self.decode = torch.compile(self.model, backend=backend, mode=mode, dynamic=False)
-
     @property
     def cache_bytes(self) -> int:
         """Bytes of the live cache; a step reads all of it."""
@@ -104,7 +97,7 @@ class Workload:
             )
 
     def check_logits(self, name: str, dtype: str) -> None:
-        """Run a step over the full cache, compiled if `compile` was called, and check that its logits are finite.
+        """Run a step over the full cache, and check that its logits are finite.
 
         Raises:
             Failure: They are not.
@@ -112,13 +105,9 @@ class Workload:
         self.to_last()
         if bool(self.step().isfinite().all()):
             return
-        compiled = self.decode is not self.model
         raise Failure(
-            f"logits of {name} ({type(self.model).__name__}{', compiled' if compiled else ''}) are not finite in {dtype}: "
-            "its speed would mean nothing",
-            hint="leave --compile out; without it they are finite"
-            if compiled
-            else "use --dtype float32 or bfloat16; if that does not help, convert again",
+            f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
+            hint="use --dtype float32 or bfloat16; if that does not help, convert again",
         )
 
 

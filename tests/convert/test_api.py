@@ -19,7 +19,7 @@ from attention.errors import Failure, KvfoldError, Refusal
 from convert import PlannedConversion, PlannedSweep, api, gqa, inspect, mla, mqa, plan, sweep
 from convert.arguments import options
 from convert.command.cli import main
-from convert.healing.plan import EFFORTS, PARTS
+from convert.healing.plan import PARTS
 from convert.planning.describe import Facts
 from eval import api as eval_api
 from eval import options as measured
@@ -227,7 +227,7 @@ def test_a_function_has_the_words_and_defaults_of_its_command(
     signature = python.signature(getattr(module, function)).parameters
     options = {p.name for p in main.commands[name].params if isinstance(p, click.Option)} - {"as_json", "verbose", "quiet"}
     keywords = {p.name for p in signature.values() if p.kind is p.KEYWORD_ONLY} - {"progress", "made"}
-    assert options - {"text_shares"} == keywords, "a function takes shares in a mapping of texts"
+    assert options == keywords
 
     def called(*given: Any, **named: Any) -> None:
         raise Called(given, named)
@@ -286,6 +286,5 @@ def test_a_command_refuses_what_its_function_refuses(name: str) -> None:
 
 def test_words_and_commands_are_those_that_are_known() -> None:
     heal_options = options_of(options.Heal)
-    assert heal_options["effort"].choices == tuple(EFFORTS)
     assert heal_options["train"].choices == PARTS
     assert main.commands.keys() - COMMANDS.keys() <= {"families", "run", "cache", "demo"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from written import Make
 
-from attention.errors import GateMissed, KvfoldError, Refusal
+from attention.errors import KvfoldError, Refusal
 from eval import bench, evaluate
 from eval.inputs.source import Source
 from eval.inputs.text import Text
@@ -77,12 +77,6 @@ def test_the_report_is_written_where_it_is_wanted(pair: list[Path], text: Path, 
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == again != found
 
 
-def test_a_missed_gate_is_raised_with_the_report_written(pair: list[Path], text: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateMissed, match=r"the limit is 0\.01 ×") as caught:
-        evaluate(pair, text=text, max_tokens=64, device="cpu", max_perplexity_ratio=0.01, output=tmp_path / "report")
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == caught.value.report
-
-
 MISSING = Path("missing.txt")
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": MISSING, "context": 1}, "a context of 1 predicts nothing"),  # before a text is read
@@ -91,8 +85,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": MISSING, "dtype": "int8"}, "no KV cache is kept in 'int8'"),
     ({}, "give either a text or a dataset to evaluate on"),
     ({"text": MISSING, "dataset": "wikitext"}, "give either a text or a dataset to evaluate on"),
-    ({"text": MISSING, "max_perplexity_ratio": 0.0}, "needs two models or more, and a ratio above 0"),
-    ({"text": MISSING, "max_perplexity_ratio": float("nan")}, "needs two models or more, and a ratio above 0"),
 ]
 
 
@@ -101,8 +93,6 @@ def test_arguments_that_do_not_fit_are_refused(pair: list[Path]) -> None:
         with pytest.raises(KvfoldError) as caught:
             evaluate(pair, **given)
         assert message in str(caught.value)
-    with pytest.raises(Refusal, match="needs two models or more"):
-        evaluate(pair[:1], text=MISSING, max_perplexity_ratio=1.5)
     with pytest.raises(Refusal, match="there is no model to evaluate"):
         evaluate([], text=MISSING)
     with pytest.raises(Refusal, match="there is no model to measure"):

@@ -99,15 +99,11 @@ def test_a_stdout_that_is_full_is_said_apart_from_the_work(
     assert (tmp_path / "out" / "conversion.json").exists()
 
 
-def test_eval_and_bench_print_their_reports_and_a_missed_gate_has_a_code(
-    finished: Find, convert: Convert, text: Path, tmp_path: Path
-) -> None:
+def test_eval_and_bench_print_their_reports(finished: Find, convert: Convert, text: Path, tmp_path: Path) -> None:
     made, out = finished("heads"), tmp_path / "speed"
     command = ("eval", made.source, made.path, "--text", text, "-q")
     report = json.loads(ok(convert(*command, "--json", "--output", tmp_path / "report")).stdout)
     assert read(tmp_path / "report" / "report.json") == report
-    gated = convert(*command, "--max-perplexity-ratio", 0.01)
-    assert (gated.exit_code, "the limit is" in gated.stderr) == (3, True)
     sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 1, "--steps", 1, "--device", "cpu")
     result = ok(convert("bench", made.source, *sizes, "--json", "--output", out, "-q"))
     assert read(out / "bench.json") == json.loads(result.stdout)
@@ -132,7 +128,7 @@ def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert:
     ("changes", "message"),
     [
         ({"model_type": "bert"}, "model type 'bert' cannot be read"),
-        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "normalises its head"),
+        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "no class for model type 'baichuan'"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
         ({"hidden_size": 60}, "transformers does not accept the config"),
@@ -177,17 +173,12 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     ([*MLA, "--method", "pca", "--text", "missing.txt"], 2, "does not exist"),
     ([*MLA, "--text", "T", "--refine", 0], 2, "0 is not in the range x>=1"),
     ([*MLA, "--text", "T", "--no-text"], 2, "give either a text to calibrate on or --no-text"),
-    ([*MLA, "--text", "T", "--text-shares", "1,2"], 2, "2 --text-shares for 1 --text"),
-    ([*MLA, "--text", "T", "--text-shares", "0"], 2, "'0' is not a list of shares"),
-    ([*MLA, "--text", "T", "--text", "self", "--text-shares", "nan,1"], 2, "is not a list of shares"),
-    ([*MLA, "--text", "T", "--text", "T"], 2, "the same --text is given twice"),
     ([*GQA, "--evaluate", "EMPTY"], 1, "is empty"),
     (["gqa", "some/where", "OUT", "--groups", 1], 1, "cannot get 'some/where' from the Hub"),
     (["gqa", "M", "M", "--groups", 1], 2, "lie inside each other"),
     ([*GQA, "--device", "cpu:3"], 2, "device 'cpu:3' is not supported"),
     (["plan", "M", "--gpu", "large"], 2, "is not a GPU"),
     (["plan", "M", "--gpu", "large=inf"], 2, "is not a GPU"),
-    (["plan", "M", "--gpu", "a100"], 2, "A100 comes with 40 or 80 GB: say which, as in A100=40"),
     (["plan", "M", "--context", "1X"], 2, "invalid number of tokens '1X'"),
     *((command, 2, "it is empty: name a directory") for command in (
         ["gqa", "M", ""], ["heal", "M", ""], ["sweep", "M", "", "--evaluate", "T"], ["demo", "--output", ""],
@@ -215,7 +206,7 @@ def test_mistakes_are_refused_in_one_line(
 
 
 def test_gpus_have_names_and_contexts_units(shelf: Make, convert: Convert) -> None:
-    given = "plan", shelf(), "--gpu", "h100", "--gpu", "rtx-4090", "--gpu", "A100=80", "--json"
+    given = "plan", shelf(), "--gpu", "H100=80", "--gpu", "RTX 4090=24", "--gpu", "A100=80", "--json"
     facts = json.loads(ok(convert(*given, "--context", "0.1k")).stdout)
     assert facts["gpu_gigabytes"] == {"H100": 80, "RTX 4090": 24, "A100": 80}
     assert facts["context"] == 100

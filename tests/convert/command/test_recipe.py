@@ -38,7 +38,7 @@ def words(tmp_path: Path) -> Callable[..., list[str]]:
         ({"mqa": {"model": "--overwrite", "device": "-x"}}, [], ["--device=-x", "--", "--overwrite", "o"]),
         ({"heal": HEAL | {"lr": 1e-3}}, [], ["--teacher=t", "--lr=0.001", "--", "c", "o"]),
         ({"mqa": {"model": "m", "text": ["a", "b"]}}, [], ["--text=a", "--text=b", "--", "m", "o"]),
-        ({"mqa": {"model": "m", "text": ["a", "b"], "text_shares": "1,2"}}, ["--text", "c"], ["--text", "c", "--", "m", "o"]),
+        ({"mqa": {"model": "m", "text": ["a", "b"]}}, ["--text", "c"], ["--text", "c", "--", "m", "o"]),
         ({"mqa": {"model": "m", "strings": "2"}}, ["--text=c"], ["--text=c", "--", "m", "o"]),
         ({"mqa": {"model": "m", "no_text": True}}, ["--text=c"], ["--text=c", "--", "m", "o"]),
     ],

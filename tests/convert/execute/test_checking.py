@@ -147,18 +147,16 @@ def test_a_repeated_conversion_reads_what_was_written(
 
 def test_several_texts_share_the_tokens(shelf: Make, letters: Path, tmp_path: Path, convert: Convert) -> None:
     command = ("gqa", shelf(), tmp_path / "out", "--groups", 2, "--calibration-tokens", 768, "--calibration-context", 32)
-    shares = ("--text", "self", "--text", letters, "--text-shares", "1,2")
+    shares = ("--text", "self", "--text", letters)
     ok(convert(*command, *shares))
     provenance = read(tmp_path / "out" / "conversion.json")
     texts = [(one["text"], one["tokens"]) for one in provenance["calibration"]["texts"]]
-    assert texts == [("its own text", 256), ("text.txt", 512)]
+    assert texts == [("its own text", 384), ("text.txt", 384)]
     assert [one["text"] for one in provenance["check"]["texts"]] == ["the source's own text", "text.txt"]
     assert "--text self --text" in (tmp_path / "out" / "README.md").read_text()
     assert "is finished already" in convert(*command, *shares, "--resume").stderr
     refused(convert(*command, "--text", letters, "--resume"), 2, "made by another command")
-    again = gqa(
-        shelf(), tmp_path / "out", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768}, resume=True
-    )
+    again = gqa(shelf(), tmp_path / "out", groups=2, text=["self", letters], **SIZES | {"calibration_tokens": 768}, resume=True)
     assert again.provenance == provenance
 
 

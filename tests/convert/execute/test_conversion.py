@@ -94,7 +94,7 @@ def test_a_latent_without_a_size_takes_half_of_the_cache(checkpoint: Make, conve
     assert 2 * plan["kv_bytes_per_token_after"] <= plan["kv_bytes_per_token_before"]
 
 
-BLOCKS = ["--calibration-tokens", 1000, "--calibration-context", 50, "--freqfold", 4]
+BLOCKS = ["--calibration-tokens", 1000, "--calibration-context", 50]
 
 
 @pytest.mark.parametrize("method", WAYS)

@@ -67,6 +67,6 @@ def sizes() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def healed(converted: Path, text: Path, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Healing:
-    """It, healed on a text of which its source wrote a quarter."""
+    """It, healed on a text of which its source wrote half."""
     out = tmp_path_factory.mktemp("healed") / "out"
-    return heal(converted, out, text={"self": 1, text: 3}, evaluate=text, **sizes)
+    return heal(converted, out, text=["self", text], evaluate=text, **sizes)

@@ -16,7 +16,7 @@ from written import Make, same_but_for_the_run, weights
 from attention.errors import Failure, Interrupted, Refusal
 from convert import gqa, heal, mla, mqa, sweep
 from convert.execute.conversion import Conversion
-from convert.healing import closing, models
+from convert.healing import closing, loop
 from convert.healing.trainer import HealingTrainer
 from eval import evaluate
 from eval.inputs.text import Tokens
@@ -76,9 +76,9 @@ def test_source_and_result_are_loaded_once_to_heal_check_and_evaluate(
     """And the source once more, to write what the check reads. What is measured is the published result."""
     loaded, load = list[Path](), AutoModelForCausalLM.from_pretrained
 
-    def counted(*args: Any, pretrained_model_name_or_path: Path, **options: Any) -> Any:
-        loaded.append(pretrained_model_name_or_path)
-        return load(pretrained_model_name_or_path, *args, **options)
+    def counted(path: Path, **options: Any) -> Any:
+        loaded.append(path)
+        return load(path, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
     monkeypatch.setattr("convert.calibration.own_text._LEAST_WORDS", 0.0)
@@ -153,7 +153,7 @@ def test_a_result_that_does_not_train_can_be_published_as_it_is(
         raise Failure("the loss is nan")
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "train", failing)
+        patch.setattr(loop, "train", failing)
         with pytest.raises(Failure, match="the conversion is done, its healing failed: the loss is nan") as failure:
             mqa(source, tmp_path / "out", **options)
     assert "--resume and --heal 0" in str(failure.value.hint)

@@ -76,17 +76,16 @@ def test_command_line(healed: Healing, converted: Path, text: Path, sizes: Sizes
     """A command and its recipe give what the API gives; what is finished is not done again, and what differs is refused."""
     other, options = tmp_path / "other.txt", [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     other.write_text("another text " * 100)
-    given = ["--text", "self", "--text", text, "--text-shares", "1,3", *options]
+    given = ["--text", "self", "--text", text, *options]
     planned = convert("heal", converted, tmp_path / "x", *given, "--dry-run")
     assert "640 tokens of the teacher's own text and " in planned.stdout
     assert "in 10 steps of 4 × 16" in planned.stdout
-    assert "memory: about" in planned.stdout
+    assert "GB (student " in planned.stdout
     assert not list(tmp_path.glob("x*"))
     out = Path(shutil.copytree(healed.output, tmp_path / "out"))
     assert "is finished already" in convert("heal", converted, out, *given, "--resume").stderr
     for changed in (
         [*given[:3], other, *given[4:]],
-        [*given[:5], "3,1", *options],
         ["--text", text, "--text", "self", *options],
     ):
         refused(convert("heal", converted, out, *changed, "--resume"), 2, "was made by another command, or of others")
@@ -115,7 +114,7 @@ def test_a_run_that_is_stopped_again_and_again_gives_the_same_bytes(
     healed: Healing, converted: Path, text: Path, sizes: Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the user, for lack of memory, by a failure before the next checkpoint, and by a full disk."""
-    out, given = tmp_path / "out", {"text": {"self": 1, text: 3}, "evaluate": text} | sizes
+    out, given = tmp_path / "out", {"text": ["self", text], "evaluate": text} | sizes
     stopping(monkeypatch, 3, KeyboardInterrupt())
     with pytest.raises(Interrupted, match="interrupted"):
         heal(converted, out, **given)

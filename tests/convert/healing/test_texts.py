@@ -16,7 +16,7 @@ from tiny import save_tokenizer
 
 from attention.errors import Failure
 from convert import Healing, heal
-from convert.healing.texts import TrainingText, TrainingTexts, held_out, turn
+from convert.healing.texts import TrainingText, TrainingTexts, held_out
 from eval.inputs.text import OWN_TEXT, Tokens
 
 
@@ -29,7 +29,7 @@ def tokens(count: int) -> Tokens:
 def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wanted: int) -> None:
     if blocks < batch + 1 + blocks // 8:
         return
-    text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
+    text = TrainingText.of([tokens(blocks * 4 + 3)], 4, wanted, batch)
     assert sorted(torch.cat((text.parts[0], text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert len(text.held_out) == max(1, blocks // 8)  # these blocks are so short that all of them are 2048 tokens at most
@@ -51,14 +51,14 @@ def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: in
 
 
 def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
-    text = TrainingText.of([(tokens(40), 1.0), (tokens(20), 1.0)], 4, 10**6, 1, replace(tokens(13), ids=100 + torch.arange(13)))
+    text = TrainingText.of([tokens(40), tokens(20)], 4, 10**6, 1, replace(tokens(13), ids=100 + torch.arange(13)))
     assert [part.tolist() for part in text.parts] == [list(range(10)), list(range(10, 15))]
     assert text.blocks[text.held_out, 0].tolist() == [100, 104, 108]
     assert text.tokens.name == "a text and a text"
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
-    text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
+    text = TrainingText.of([tokens(4 * 11)], 4, 10**6, 1)
     assert len(text.parts[0]) == 10
     order = text.order(30, seed=5).tolist()  # three passes
     passes = [order[start : start + 10] for start in (0, 10, 20)]
@@ -69,46 +69,36 @@ def test_every_pass_sees_every_block_once_in_another_order() -> None:
     assert text.passes(10, 3) == 3
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 200))
-def test_texts_take_turns_by_their_shares(shares: list[float], indices: int) -> None:
-    turns = [turn(index, shares) for index in range(indices)]
-    for i, share in enumerate(shares):
-        counts = [number for text, number in turns if text == i]
-        assert counts == list(range(len(counts))), "no block of a text is left out"
-        assert abs(len(counts) - indices * share / sum(shares)) < len(shares)
-
-
 def test_several_texts_are_cut_and_held_out_apart() -> None:
     first, second = tokens(4 * 11 + 3), Tokens("another", 1000 + torch.arange(4 * 4), 16, 1.0, None)
-    text = TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 2)
+    text = TrainingText.of([first, second], 4, 10**6, 2)
     assert text.tokens.name == "a text and another"
     assert text.blocks.shape == (15, 4)
     assert [len(part) for part in text.parts] == [10, 3]
     drawn = text.order(40, seed=5)
     of_second = drawn[text.blocks[drawn, 0] >= 1000]
-    assert len(of_second) == 30, "three of four"
-    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].tolist() for i in range(0, 30, 3))
+    assert len(of_second) == 20, "texts take turns"
+    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].tolist() for i in range(0, 18, 3))
     assert not set(drawn.tolist()) & set(text.held_out.tolist())
-    assert text.passes(20, 2) == 10
+    assert text.passes(21, 2) == 7
     with pytest.raises(Failure, match="a text and another has 15 blocks of 4 tokens; a step takes 14, beside 2 held out"):
-        TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 14)
+        TrainingText.of([first, second], 4, 10**6, 14)
     with pytest.raises(Failure, match="another has 1 blocks of 4 tokens, too few to hold one out"):
-        TrainingText.of([(first, 1.0), (Tokens("another", torch.arange(4), 4, 1.0, None), 1.0)], 4, 10**6, 1)
+        TrainingText.of([first, Tokens("another", torch.arange(4), 4, 1.0, None)], 4, 10**6, 1)
 
 
 def test_a_text_shorter_than_a_step_is_named() -> None:
     with pytest.raises(Failure, match=r"a text has 4 blocks of 4 tokens; a step takes 4, beside 1 held out") as error:
-        TrainingText.of([(tokens(17), 1.0)], 4, 10**6, 4)
+        TrainingText.of([tokens(17)], 4, 10**6, 4)
     assert "--batch-tokens" in str(error.value.hint)
 
 
 def test_what_the_teacher_writes_is_kept_and_named(healed: Healing) -> None:
     own, file = healed.provenance["healing"]["texts"]
-    assert (own["text"], own["share"], own["hash"]) == ("the teacher's own text", 1, None)
-    assert (file["text"], file["share"], file["hash"].partition(":")[0]) == ("train.txt", 3, "sha256")
+    assert (own["text"], own["hash"]) == ("the teacher's own text", None)
+    assert (file["text"], file["hash"].partition(":")[0]) == ("train.txt", "sha256")
     assert healed.provenance["healing"]["text"] == "the teacher's own text and train.txt"
-    assert load_file(healed.output / OWN_TEXT)["ids"].shape == (11, 16), "a quarter of 40, and one to judge by"
+    assert load_file(healed.output / OWN_TEXT)["ids"].shape == (22, 16), "half of 40, and two to judge by"
     assert "--text self" in (healed.output / "README.md").read_text()
 
 

@@ -22,13 +22,13 @@ from eval.inputs.text import Tokens
 
 def text(vocabulary: int = 96) -> TrainingText:
     ids = torch.randint(4, vocabulary, (16 * 40,), generator=torch.Generator().manual_seed(2))
-    return TrainingText.of([(Tokens("random", ids, len(ids), 1.0, None), 1.0)], 16, 10**6, 4)
+    return TrainingText.of([Tokens("random", ids, len(ids), 1.0, None)], 16, 10**6, 4)
 
 
 def trainer(student: Any, teacher: Any, directory: Path, micro_batch: int = 2) -> HealingTrainer:
     names = trained(student, named(student, family_of(student.config.model_type).of(student.config), 3, "attention"))
     what = Trainable(student.requires_grad_(False), names)
-    module = Distillation(student, teacher.requires_grad_(False), 0.0, VOCABULARY)
+    module = Distillation(student, teacher.requires_grad_(False), VOCABULARY)
     plan: Any = SimpleNamespace(
         batch=4, micro_batch=micro_batch, context=16, seed=0, device="cpu", output=SimpleNamespace(path=directory)
     )

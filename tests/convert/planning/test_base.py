@@ -218,11 +218,3 @@ def test_config_and_weights_are_inputs(checkpoint: Make) -> None:
     assert {key for key in before if before[key] != touched[key]} == {"files"}
     edited = inputs(edit(source, rms_norm_eps=0.5))
     assert {key for key in before if touched[key] != edited[key]} == {"config"}
-
-
-def test_shares_of_a_text_that_is_written_are_inputs(checkpoint: Make, tmp_path: Path) -> None:
-    """The file has one block, whatever its share, so that its hash does not tell."""
-    source, short = checkpoint(), tmp_path / "short.txt"
-    short.write_text("forty characters, or a few more than that")
-    before, after = (inputs(source, given={"self": share, short: 1}, tokens=512) for share in (1, 3))
-    assert (before["rows_to_write"], after["rows_to_write"]) == (8, 12)

@@ -1,8 +1,6 @@
-"""How a budget is split, and which folds of frequencies fit: known answers, and what must hold of every budget."""
+"""How a budget is split, and how frequencies are folded: known answers, and what must hold of every budget."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -10,42 +8,19 @@ from hypothesis import strategies as st
 
 from attention.errors import Refusal
 from convert.methods.frequencies import pairs_by_stride
-from convert.planning.budget import FORMATS, ROTARY, check_fold, default_fold, format_of, layer_ranks, split_budget
+from convert.planning.budget import FORMATS, ROTARY, fold_of, format_of, layer_ranks, split_budget
 
 # ---- folding ---------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(pairs=st.integers(1, 64), kept=st.integers(1, 300))
-def test_the_default_fold_is_the_smallest_that_deals_out_evenly(pairs: int, kept: int) -> None:
+def test_the_fold_is_the_smallest_that_deals_out_evenly(pairs: int, kept: int) -> None:
     rotary_dim, rope_dim = 2 * pairs, 2 * kept
-    even = [f for f in range(1, rotary_dim + 1) if f * rope_dim % rotary_dim == 0]
-    fold = default_fold(rope_dim, rotary_dim)
-    assert fold == even[0]
-    choices = [f for f in even if f <= pairs and pairs % f == 0]
-    assert choices, "no number of frequencies is without a fold"
-    for f in range(-1, pairs + 2):
-        if f in choices:
-            check_fold(f, rope_dim, rotary_dim)
-            counts = [[pair // f for pair in pairs_by_stride(rope_dim, rotary_dim)].count(band) for band in range(pairs // f)]
-            assert len(set(counts)) == 1, "every band has as many rope components"
-        else:
-            with pytest.raises(Refusal):
-                check_fold(f, rope_dim, rotary_dim)
-
-
-@pytest.mark.parametrize(
-    ("fold", "rope_dim", "message"),
-    [
-        (3, 16, "cannot fold 16 frequencies by 3 for 16 rotary dims: the fold must divide 16, and fold × 16 must be a "
-                "multiple of 32 (choose 2, 4, 8, 16)"),
-        (0, 64, "cannot fold 16 frequencies by 0 for 64 rotary dims"),
-        (32, 2, "(choose 16)"),
-    ],
-)  # fmt: skip
-def test_a_fold_that_does_not_fit_is_told_which_do(fold: int, rope_dim: int, message: str) -> None:
-    with pytest.raises(Refusal, match=re.escape(message)):
-        check_fold(fold, rope_dim, 32)
+    fold = fold_of(rope_dim, rotary_dim)
+    assert fold == next(f for f in range(1, rotary_dim + 1) if f * rope_dim % rotary_dim == 0)
+    counts = [[pair // fold for pair in pairs_by_stride(rope_dim, rotary_dim)].count(band) for band in range(pairs // fold)]
+    assert (pairs % fold, len(set(counts))) == (0, 1), "every band has as many rope components"
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------

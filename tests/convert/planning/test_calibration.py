@@ -72,7 +72,7 @@ OWN_TEXT = texts_of("self", None)
         (128, {"texts": OWN_TEXT}, (65536, 128, 128)),
         (8192, {"texts": OWN_TEXT, "context": 256}, (65536, 256, 256)),
         (8192, {"texts": OWN_TEXT, "max_context": 512}, (65536, 512, 512)),
-        (8192, {"texts": texts_of({"self": 1, "some.txt": 1}, None)}, (65536, 512, 2048)),
+        (8192, {"texts": texts_of(["self", Path("some.txt")], None)}, (65536, 512, 2048)),
     ],
 )
 def test_a_models_own_text_is_many_short_ones(

@@ -109,9 +109,6 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
     assert found.freqfold == fold
     inexact = f"inexact at any rank: {fold} neighbouring frequencies are taken for one"
     assert (inexact in found.notes) == (fold > 1)
-    assert found.recipe().get("freqfold", 1) == fold
-    other = target(source(), output, "pca", TEXT, kv_lora_rank=16, qk_rope_head_dim=rope, freqfold=4)
-    assert other.freqfold == 4
 
 
 # ---- sources with a latent -----------------------------------------------------------------------------------------
@@ -238,7 +235,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 0}, "cannot keep 0 rotary dims"),
     ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 34}, "cannot keep 34 rotary dims of"),
     ("llama", {}, {"kv_lora_rank": 1, "qk_rope_head_dim": 8}, "a latent of rank 1 holds nothing: deepseek_v3 needs 1"),
-    ("llama", {}, SMALL | {"freqfold": 2}, "method svd does not fold frequencies"),
     ("llama", {}, {"kv_share": 1.01}, "exceeds the 768 of"),
     ("llama", {}, {"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
     ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "use --kv-lora-rank 33, or --pad-rank for channels of zeros"),

@@ -51,7 +51,6 @@ def refusal(read: Read, values: dict[str, Any] | str | bytes) -> str:
 # What a message says, and a config that it is said of: its model type, and what is changed in it.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     f"num_hidden_layers is 0; {LAYERS}": ("llama", {"num_hidden_layers": 0}),
-    f"num_hidden_layers is 3.0; {LAYERS}": ("llama", {"num_hidden_layers": 3.0}),
     f"num_hidden_layers is [3]; {LAYERS}": ("llama", {"num_hidden_layers": [3]}),
     f"num_hidden_layers is true; {LAYERS}": ("llama", {"num_hidden_layers": True}),
     f"text_config.num_hidden_layers is -1; {LAYERS}": ("llama", {"text_config": {"num_hidden_layers": -1}}),
@@ -63,16 +62,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "num_labels is 1000000000; it must be at most 1,000,000": ("llama", {"num_labels": 10**9}),
     "num_attention_heads is [8, True]; it must be an integer from 1 to 65,536": ("llama", {"num_attention_heads": [8, True]}),
     "num_attention_heads is 65; it must be at most hidden_size": ("qwen2", {"head_dim": None, "num_attention_heads": 65}),
-    "num_key_value_heads is 0; it must be": ("llama", {"num_key_value_heads": 0}),
     "hidden_size is 16777216; it must be an integer from 1 to 1,048,576": ("llama", {"hidden_size": 2**24}),
-    "hidden_size is -1": ("gpt2", {"n_embd": -1}),
-    "vocab_size is 0; it must be": ("llama", {"vocab_size": 0}),
     "max_position_embeddings is '128'; it must be": ("llama", {"max_position_embeddings": "128"}),
-    "sliding_window is -1; it must be": ("llama", {"sliding_window": -1}),
     "sliding_window is 0; it must be an integer above 0, or null": ("mistral", {"sliding_window": 0}),
     "tie_word_embeddings is 'no'; it must be true or false": ("llama", {"tie_word_embeddings": "no"}),
     "dtype is 'int3'; it must be the name of a float dtype": ("llama", {"dtype": "int3"}),
-    "text_config is 5; it must be an object": ("llama", {"text_config": 5}),
     "rope_scaling is []; it must be an object": ("llama", {"rope_scaling": []}),
     "layer_types is [1, 2, 3]; it must be a list of strings": ("llama", {"layer_types": [1, 2, 3]}),
     "layer_types is ['sliding_attention', 'sliding_attention', 'sliding_attention']; it must be left out: LlamaConfig": (
@@ -80,21 +74,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["sliding_attention"] * 3},
     ),
     "sliding_window is 16; it must be left out: LlamaConfig of transformers does not know": ("llama", {"sliding_window": 16}),
-    "attention_chunk_size is 16; it must be left out": ("llama", {"attention_chunk_size": 16}),
     "return_dict is false; it must be true": ("llama", {"return_dict": False}),
     "transformers_weights is 'step.safetensors'; it must be left out": ("llama", {"transformers_weights": "step.safetensors"}),
     "kv_lora_rank is 4; it must be left out: model type 'llama' has no latent": ("llama", {"kv_lora_rank": 4}),
     "v_head_dim is null; it must be above 0 where kv_lora_rank is ": ("deepseek_v3", {"v_head_dim": None}),
-    "kv_lora_rank is 0; it must be an integer from 1 to 1,048,576": ("deepseek_v3", {"kv_lora_rank": 0}),
     "has a text config that model type 'llama' does not read": ("llama", {"text_config": {"hidden_size": 4}}),
     "Multiple valid text configs were found": ("llama", {"decoder": 5, "generator": 6}),
     "has a key 'get_text_config', which is not a setting: LlamaConfig of": ("llama", {"get_text_config": 5}),
     "has a key 'is_heterogeneous', which is not a setting": ("llama", {"is_heterogeneous": 1}),
-    "has a key '__dict__', which is not a setting": ("llama", {"__dict__": {}}),
     "says n_head, which FalconConfig of transformers calls num_att": ("falcon", {"num_attention_heads": None, "n_head": 8}),
     # Of these, the class says what is wrong.
     "`num_hidden_layers` (3) must be equal to the number of": ("qwen2", {"layer_types": ["full_attention"] * 2}),
-    "The `layer_types` entries must be in": ("qwen2", {"layer_types": ["nonsense"] * 3}),
     "'factor'": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}),
 }
 
@@ -102,8 +92,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("said", REFUSED)
 def test_a_value_that_breaks_a_rule_is_refused(said: str, read: Read) -> None:
     model_type, changes = REFUSED[said]
-    values = values_of(model_type, **changes) if model_type != "gpt2" else {"model_type": "gpt2", **changes}
-    assert said in refusal(read, values)
+    assert said in refusal(read, values_of(model_type, **changes))
 
 
 @pytest.mark.parametrize(

@@ -131,18 +131,13 @@ def laid(path: Path, *names: str) -> Path:
 FOUND = {
     ("adapter_config.json", "adapter_model.safetensors"): ("an adapter (adapter_config.json)", "merge_and_unload()"),
     ("params.json", "consolidated.00.pth"): ("their maker's own layout (consolidated.00.pth)", "transformers' layout"),
-    ("consolidated.safetensors", "tokenizer.json"): ("their maker's own layout (consolidated.safetensors)", "config.json and"),
     ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"): (
         "shards without an index (….index.json), which says what each of them holds (model-00001-of-00002.safetensors, m",
         "get the index from where they came from",
     ),
-    ("pytorch_model-00001-of-00001.bin",): ("shards without an index (….index.json)", "get the index"),
     ("model.safetensors", "tokenizer.json"): ("weights alone (model.safetensors)", "get config.json"),
-    ("pytorch_model.bin.index.json",): ("weights alone (pytorch_model.bin.index.json)", "get config.json"),
     ("model.fp16.safetensors",): ("weights under another name (model.fp16.safetensors)", "rename them to model.safetensors"),
     ("a.gguf", "b.gguf", "c.gguf", "d.gguf"): ("GGUF files (a.gguf, b.gguf, c.gguf, …)", "name one of them"),
-    ("tf_model.h5",): ("weights of TensorFlow (tf_model.h5)", "as safetensors"),
-    ("flax_model.msgpack",): ("weights of Flax", "as safetensors"),
     ("zero_to_fp32.py", "latest"): ("a state of DeepSpeed", "zero_to_fp32.py"),
     ("step-1/config.json", "step-2/config.json"): ("checkpoints one level deeper (step-1/config.json, st", "name one of them"),
 }

@@ -105,6 +105,17 @@ def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callabl
     Source.parse(source.reference, trust_remote_code=True).refuse_remote_code()
 
 
+def test_a_former_model_type_is_refused_by_name(configured: Callable[..., Source]) -> None:
+    source = configured(model_type="qwen", auto_map={"AutoConfig": "own.QwenConfig"})
+    with pytest.raises(Refusal, match=r"transformers has no class for model type 'qwen' of ") as caught:
+        _ = source.raw
+    assert caught.value.hint == "get a later revision, or a copy of it that was converted to a class of transformers"
+    assert Source.parse(source.reference, trust_remote_code=True).needs_code
+    untold = configured(model_type="qwen")
+    with pytest.raises(Refusal, match="no class for model type"):
+        _ = Source.parse(untold.reference, trust_remote_code=True).raw
+
+
 def test_transformers_own_class_takes_the_place_of_code(configured: Callable[..., Source]) -> None:
     source = configured(auto_map={"AutoConfig": "no_such_file.TinyConfig"})
     assert type(source.config).__name__ == "LlamaConfig"

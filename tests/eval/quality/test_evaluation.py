@@ -15,11 +15,11 @@ import torch
 from tiny import VOCABULARY
 from written import Make, damage, edit
 
-from attention.errors import Failure, GateMissed, KvfoldError, Refusal
+from attention.errors import Failure, KvfoldError, Refusal
 from eval.inputs.loading import load, tokens_of
 from eval.inputs.source import Source
 from eval.inputs.text import Text
-from eval.quality.evaluation import check, report_of, require_ratio
+from eval.quality.evaluation import check, report_of
 from eval.quality.settings import EvaluationSettings
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
@@ -215,30 +215,6 @@ def test_only_so_many_tokens_are_evaluated_and_each_context_as_if_alone(pair: li
     for found, expected in zip(other["models"], begun["models"], strict=True):
         assert found.items() <= expected.items()
         assert {"name", "perplexity", "loss_nats", "kl_to_source", "loss_by_position"} <= set(found)
-
-
-def judged(further: float = 10.0, **perplexities: float) -> dict[str, Any]:
-    """A report on models, and on the same at context 16, where the last one has another perplexity."""
-    models = [{"name": name, "perplexity": value, "cache_format": None} for name, value in perplexities.items()]
-    others = [{"context": 16, "models": [*models[:-1], models[-1] | {"perplexity": further}]}]
-    return {"protocol": {"context": 512}, "models": models, "other_contexts": others}
-
-
-def test_a_model_above_the_limit_misses_the_gate() -> None:
-    with pytest.raises(GateMissed, match=r"^perplexity of mqa is 1\.3 × that of source, the limit is 1\.2 ×$") as caught:
-        require_ratio(judged(source=10.0, gqa=11.0, mqa=13.0) | {"other_contexts": []}, 1.2)
-    assert caught.value.exit_code == 3
-    with pytest.raises(GateMissed, match="mqa is 2 × that of source at context 16, the limit is 1"):
-        require_ratio(judged(20.0, source=10.0, mqa=10.0), 1)
-    for limit in (None, 1.25, 5.0):
-        require_ratio(judged(source=8.0, gqa=9.0, mqa=10.0), limit)
-    require_ratio(judged(8.0, source=8.0), 0.5)
-    stored = judged(20.0, source=10.0, mqa=30.0)
-    stored["models"][1] |= {"name": "mqa (int2 cache)", "cache_format": "int2"}
-    require_ratio(stored, 1.2)
-    stored["models"][1]["cache_format"] = None  # a name shows nothing
-    with pytest.raises(GateMissed):
-        require_ratio(stored, 1.2)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -18,9 +18,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directories from which models are loaded, in order."""
     seen, load = list[str](), AutoModelForCausalLM.from_pretrained
 
-    def counted(*args: object, pretrained_model_name_or_path: Path, **options: object) -> object:
-        seen.append(str(pretrained_model_name_or_path))
-        return load(pretrained_model_name_or_path, *args, **options)
+    def counted(path: Path, **options: object) -> object:
+        seen.append(str(path))
+        return load(path, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
     return seen

@@ -179,25 +179,6 @@ def test_logits_that_are_no_numbers_are_no_speed() -> None:
     work = Workload(mla_model(dtype=torch.float16), 1, 8)
     filled(work)
     work.check_logits("it", "float16")
-    work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, VOCABULARY), torch.nan))  # compiled, and wrong
-    with pytest.raises(Failure, match=r"\(DeepseekV3ForCausalLM, compiled\) are not finite") as caught:
-        work.check_logits("it", "float16")
-    assert "--compile" in str(caught.value.hint)
-
-
-@pytest.mark.usefixtures("no_grad")
-def test_a_compiled_step_gives_the_same_logits() -> None:
-    work = Workload(absorb(mla_model(num_hidden_layers=1)), 2, 12)
-    filled(work)
-    work.to_last()
-    expected = work.step()
-    work.compile("eager")  # traced as for any other backend
-    torch._dynamo.utils.counters.clear()
-    for _ in range(2):
-        work.to_last()
-        assert error(work.step(), expected) < 1e-6
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch.compiler.reset()
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -240,11 +221,10 @@ def test_a_model_is_gone_when_its_memory_is_given_back(
             alive[:] = [model() for model in alive]
 
     monkeypatch.setattr(bench, "_measure", measure)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("compiled"))
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
     with contextlib.suppress(ValueError):
         run(pair[:1], SHORT)
-    assert order == ["measured", "compiled", "memory"]
+    assert order == ["measured", "memory"]
     assert fails or alive == [None]
 
 
@@ -287,7 +267,7 @@ def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypat
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     report = run(pair, replace(SHORT, batches=(2, 1), contexts=(16, 8), rounds=2, steps=1, stock=True))
     assert set(report) == {"kvfold", "setup", "models"}
-    assert report["setup"] | {"rounds": 2, "steps": 1, "compile": False} == report["setup"]
+    assert report["setup"] | {"rounds": 2, "steps": 1} == report["setup"]
     runtimes = [("MHA", "transformers"), ("MLA-16+8", "absorbed"), ("MLA-16+8", "transformers")]
     assert [(entry["kind"], entry["runtime"]) for entry in report["models"]] == runtimes
     for entry in report["models"]:
@@ -307,23 +287,6 @@ def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Ma
     report = run([Source.parse(str(checkpoint(num_key_value_heads=2, num_hidden_layers=1)))], replace(SHORT, stock=True))
     assert [(m["kind"], m["runtime"]) for m in report["models"]] == [("GQA-2", "packed"), ("GQA-2", "transformers")]
     assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
-
-
-def test_peaks_are_those_of_steps_that_allocate(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled step replays a CUDA graph; that its logits are numbers is looked at before and after it is compiled."""
-    log = list[str]()
-
-    def wrap(name: str, what: str) -> None:
-        real = getattr(Workload, name)
-        monkeypatch.setattr(Workload, name, lambda self, *given: log.append(what) or real(self, *given))
-
-    wrap("compile", "compile")
-    wrap("check_logits", "logits")
-    monkeypatch.setattr(bench, "_peak", lambda work: log.append("peak") or 7)
-    grouped = Source.parse(str(checkpoint(num_key_value_heads=2, num_hidden_layers=1)))
-    (entry,) = run([grouped], replace(SHORT, rounds=1, compile=True, backend="eager"))["models"]
-    assert log == ["logits", "peak", "compile", "logits"]
-    assert (entry["cases"][0]["peak_bytes"], entry["runtime"], entry["cases"][0]["backend"]) == (7, "packed", "torch")
 
 
 def test_what_cannot_be_packed_or_absorbed_runs_as_it_is(
@@ -410,9 +373,8 @@ def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compile_steps", [False, True])
-def test_on_a_gpu_memory_is_measured(pair: Sequence[Source], compile_steps: bool) -> None:
-    report = run(pair, replace(SHORT, device="cuda", dtype="float32", compile=compile_steps))
+def test_on_a_gpu_memory_is_measured(pair: Sequence[Source]) -> None:
+    report = run(pair, replace(SHORT, device="cuda", dtype="float32"))
     for entry in report["models"]:
         (row,) = entry["cases"]
         assert row["peak_bytes"] > entry["weight_bytes"] + row["cache_bytes"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from convert import heal
+from convert.healing.describe import card, provenance_of
 from convert.healing.loop import Outcome, Point, Progressed
-from convert.healing.provenance import card, provenance_of
 from convert.healing.texts import TrainingTexts
 
 
