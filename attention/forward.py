@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch.linalg import multi_dot
@@ -17,48 +18,81 @@ from attention.scoring import PLAIN, Scoring
 _SPAN = 256  # tokens
 
 
-def attention_output(record: Record, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Causal attention of blocks `[T, E]` that begin at position 0, of any lengths, one after another: `[tokens, E]`, fp32."""
+@dataclass(frozen=True)
+class Block:
+    """A text, as a layer reads it.
+
+    Attributes:
+        x: `[T, E]`, the layer's inputs.
+        positions: Of its tokens, ascending; they may skip (PoSE, arXiv 2309.10400). Windows and ALiBi count tokens instead.
+    """
+
+    x: torch.Tensor
+    positions: Sequence[int]
+
+    @classmethod
+    def from_start(cls, x: torch.Tensor) -> Block:
+        """A text from position 0 on, without skips."""
+        return cls(x, range(len(x)))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def float(self) -> Block:
+        """The same inputs in fp32."""
+        return replace(self, x=self.x.float())
+
+
+def attention_output(record: Record, blocks: Iterable[Block]) -> torch.Tensor:
+    """Causal attention of blocks of any lengths, one after another: `[tokens, E]`, fp32."""
     return torch.cat([_output(record, block.float()) for block in blocks])
 
 
-def output_error(before: Record, after: Record, blocks: Sequence[torch.Tensor]) -> float:
-    """Squared error of what `after` computes on blocks `[T, E]`, relative to what `before` does."""
+def output_error(before: Record, after: Record, blocks: Sequence[Block]) -> float:
+    """Squared error of what `after` computes on blocks, relative to what `before` does."""
     expected = attention_output(before, blocks)
     error, energy = (part.double().square().sum() for part in (attention_output(after, blocks) - expected, expected))
     return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
 
 
-def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How much attention each head pays to the token t − s = 0 … T − 1 back, where there is one, `[H, T]` fp64.
+def attention_by_distance(attention: Attention, blocks: Sequence[Block]) -> torch.Tensor:
+    """How much attention each head pays to tokens t − s = 0 … N − 1 positions back, summed over queries, `[H, N]` fp64.
 
     The first token of a block is left out: many models rest much of their attention on it, however far back it is.
 
     Args:
         attention: The record.
-        blocks: `[t, E]` each, of at most T tokens, that begin at position 0.
+        blocks: The largest of their positions is N − 1.
     """
-    longest = max(map(len, blocks))
-    total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].device)
-    queries = total[0].clone()  # that see a token that far back, the first one aside
+    longest = max(block.positions[-1] for block in blocks) + 1
+    total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].x.device)
     for block in blocks:
-        heads = heads_of(attention, block.float())
-        queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
-        for head in range(len(total)):
-            for tokens in spans(len(block)):
+        heads, parts = heads_of(attention, block.float()), _straight(block.positions)
+        for tokens in [slice(part.start + own.start, part.start + own.stop) for part in parts for own in spans(len(part))]:
+            keys = [slice(part.start, min(part.stop, tokens.stop)) for part in parts if part.start < tokens.stop]
+            nearest = [block.positions[tokens.start] - block.positions[part.stop - 1] for part in keys]
+            for head in range(len(total)):
                 probabilities = heads.attention(head, tokens)
                 probabilities[:, 0] = 0
-                total[head, : tokens.stop] += _by_distance(probabilities)
-    return total / queries.clamp_min(1)
+                for part, first in zip(keys, nearest, strict=True):
+                    sums, begin = _diagonals(probabilities[:, part]), max(first, 0)  # negative distances are of the future
+                    total[head, begin : first + len(sums)] += sums[begin - first :]
+    return total
 
 
-def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tensor:
-    """The attention that each token of a block `[T, E]` gets from all queries of all heads, `[T]`.
+def _straight(positions: Sequence[int]) -> list[range]:
+    """The tokens within which positions do not skip."""
+    jumps = [token for token, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    return [range(a, b) for a, b in pairwise([0, *jumps, len(positions)])]
+
+
+def attention_received(attention: Attention, block: Block) -> torch.Tensor:
+    """The attention that each token of a block gets from all queries of all heads, `[T]`.
 
     Its mean is one, or less with sinks.
     """
     heads = heads_of(attention, block.float())
-    total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
+    total = torch.zeros(len(block), dtype=torch.float64, device=block.x.device)
     for head in range(len(heads.plain)):
         for tokens in spans(len(block)):
             total[: tokens.stop] += heads.attention(head, tokens).sum(0)
@@ -71,15 +105,15 @@ def spans(count: int, size: int | None = None) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _by_distance(probabilities: torch.Tensor) -> torch.Tensor:
-    """`[s]` fp64: of the last t among s tokens, the sums of probabilities `[t, s]` at distances 0 … s − 1.
+def _diagonals(probabilities: torch.Tensor) -> torch.Tensor:
+    """`[t + s − 1]` fp64: the sums of the diagonals of `[t, s]`, that of the first row and the last column first.
 
-    Sums of diagonals, as columns of a skewed view: adding by index is not deterministic on CUDA.
+    They are columns of a skewed view: adding by index is not deterministic on CUDA.
     """
     t, s = probabilities.shape
     padded = torch.nn.functional.pad(probabilities.flip(-1), (0, t))
     skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
-    return skewed.sum(0, dtype=torch.float64)[t - 1 :]
+    return skewed.sum(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -242,10 +276,10 @@ def shared(rows: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
     return rows[[head * len(rows) // count for head in range(count)[heads]]]
 
 
-def heads_of(record: Record, x: torch.Tensor) -> Heads:
-    """Of one block `x [T, E]` from position 0."""
-    rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
-    of_queries, x = inputs_of(record, x)
+def heads_of(record: Record, block: Block) -> Heads:
+    """Of one block."""
+    rotation = (record.rotary or no_rotary()).rotation(torch.tensor(block.positions, device=block.x.device), block.x.dtype)
+    of_queries, x = inputs_of(record, block.x)
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
             of_queries = of_queries @ record.q_down.float().T
@@ -293,8 +327,8 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, max(0, width - values.shape[-1])))
 
 
-def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
-    heads = heads_of(record, x)
+def _output(record: Record, block: Block) -> torch.Tensor:
+    heads = heads_of(record, block)
     out = _read(heads, values_of(record, heads)).transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
     return out if record.o_bias is None else out + record.o_bias.float()
 

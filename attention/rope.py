@@ -137,14 +137,13 @@ class Rotary:
         rope = rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).transpose(1, 2).flatten(1, 2)
         return torch.cat((rope, nope), 1)
 
-    def select(self, pairs: Sequence[float], pairing: Pairing) -> Rotary:
+    def select(self, pairs: Sequence[int], pairing: Pairing) -> Rotary:
         """The rotary embedding with the frequencies of `pairs`, in that order, repeats included.
 
-        1.5 is the frequency between numbers 1 and 2 whose ratio to both is the same, and so on.
         The result has attention factor 1: the caller has to multiply the keys by the square of this one's.
         """
-        long = None if self.long_frequencies is None else _between(self.long_frequencies, pairs)
-        return Rotary(_between(self.frequencies, pairs), pairing, 1.0, long, self.long_beyond)
+        long = None if self.long_frequencies is None else self.long_frequencies[list(pairs)]
+        return Rotary(self.frequencies[list(pairs)], pairing, 1.0, long, self.long_beyond)
 
 
 @functools.cache
@@ -153,17 +152,6 @@ def no_rotary() -> Rotary:
     import torch
 
     return Rotary(torch.zeros(0, dtype=torch.float64))
-
-
-def _between(frequencies: torch.Tensor, pairs: Sequence[float]) -> torch.Tensor:
-    """The frequencies of `Rotary.select`."""
-    whole = [int(pair) for pair in pairs]
-    found = frequencies[whole]
-    if whole == list(pairs):
-        return found
-    share = found.new_tensor([pair - low for pair, low in zip(pairs, whole, strict=True)])
-    following = frequencies[[min(low + 1, len(frequencies) - 1) for low in whole]]
-    return found.sign() * found.abs() ** (1 - share) * following.abs() ** share
 
 
 def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:

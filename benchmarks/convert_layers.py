@@ -14,7 +14,6 @@ importing torch and transformers. Its spooled inputs are on disk.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import platform
 import statistics
@@ -93,11 +92,8 @@ def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Co
         how = load_latent(name)
         size = sizes.allocation(how.folds, layer.rotary)
         if how.measure:
-            yield f"{name}, measure", _cost(partial(how.measure, layer, known, sizes.rope // 2), device, rounds)
-        for pursued in (False, True) if name == "weighted" else (False,):
-            size = dataclasses.replace(size, pursued=pursued)
-            kind = f"{name}, pursuit" if pursued else name
-            yield kind, _cost(partial(how.factor, layer, size, known), device, rounds)
+            yield f"{name}, measure", _cost(partial(how.measure, layer, known), device, rounds)
+        yield name, _cost(partial(how.factor, layer, size, known), device, rounds)
     yield from refit_cost(sizes, device, rounds)
 
 

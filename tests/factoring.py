@@ -37,7 +37,7 @@ def factor(name: str, a: Attention, size: Allocation, x: torch.Tensor | None = N
 
 def energies(a: Attention) -> torch.Tensor:
     """What `svd` allocates by."""
-    return losses(a, Statistics.assumed(a.q.shape[2]), 1)
+    return losses(a, Statistics.assumed(a.q.shape[2]))
 
 
 def turned_copies(a: Attention) -> Attention:

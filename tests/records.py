@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from attention.forward import Block
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.reference import grouped_attention, latent_attention
@@ -96,6 +98,11 @@ def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torc
     """`[blocks, T, E]`, anisotropic and off centre, as the inputs of real layers are."""
     mixing = torch.diag(torch.linspace(0.5, 2, width)) @ (torch.eye(width) + 0.2 * random(width, width, seed=seed))
     return random(blocks, tokens, width, seed=seed + 1) @ mixing + 0.5 * random(width, seed=seed + 2)
+
+
+def blocks_of(x: Iterable[torch.Tensor]) -> list[Block]:
+    """Blocks from position 0 on, of `[T, E]` each."""
+    return [Block.from_start(one) for one in x]
 
 
 def measured(x: torch.Tensor) -> Statistics:

@@ -41,7 +41,7 @@ class InMemory:
         return self._read(name)
 
 
-def seen_by(model: Any, blocks: torch.Tensor) -> list[torch.Tensor]:
+def seen_by(model: Any, blocks: torch.Tensor, **positions: torch.Tensor) -> list[torch.Tensor]:
     """What goes into each layer's attention in the whole model: `[n, T, E]` each."""
     seen: list[torch.Tensor] = []
 
@@ -52,7 +52,7 @@ def seen_by(model: Any, blocks: torch.Tensor) -> list[torch.Tensor]:
     paths = [family.module(layer) for layer in range(model.config.num_hidden_layers)]
     handles = [model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True) for path in paths]
     with torch.inference_mode():
-        model(blocks, use_cache=False)
+        model(blocks, use_cache=False, **positions)
     for handle in handles:
         handle.remove()
     return seen

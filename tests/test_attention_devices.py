@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import GPU, devices, fake_gpu, to_gpu
-from records import factored, inputs, record, run
+from records import blocks_of, factored, inputs, record, run
 from tiny import tiny_config, tiny_model
 from tiny_mla import mla_model, tokens
 from transformers import DynamicCache
@@ -47,10 +47,11 @@ def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
     with fake_gpu():
         on_gpu, x = to_gpu(a), X.to(GPU)
+        blocks = blocks_of(x)
         assert devices(on_gpu) == {"cuda"}
-        assert devices([attention_output(on_gpu, x), run(on_gpu, x)]) == {"cuda"}
-        assert isinstance(output_error(on_gpu, to_gpu(record()), x), float)
-        further = on_gpu.expanded() if isinstance(on_gpu, FactoredAttention) else attention_by_distance(on_gpu, x)
+        assert devices([attention_output(on_gpu, blocks), run(on_gpu, x)]) == {"cuda"}
+        assert isinstance(output_error(on_gpu, to_gpu(record()), blocks), float)
+        further = on_gpu.expanded() if isinstance(on_gpu, FactoredAttention) else attention_by_distance(on_gpu, blocks)
         assert devices(further) == {"cuda"}
 
 

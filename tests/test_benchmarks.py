@@ -48,7 +48,7 @@ def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.Monke
     benchmark = script("convert_layers")
     monkeypatch.setattr(benchmark, "CONTEXT", 32)
     rows = dict(benchmark.layer_cost(benchmark.Sizes(256, 2, context=32, rank=64, rope=32), "cpu", 1))
-    latent = ["weighted, measure", "weighted", "weighted, pursuit", "svd, measure", "svd", "pca"]
+    latent = ["weighted, measure", "weighted", "svd, measure", "svd", "pca"]
     refits = [f"{what}, refitted" for what in ("aligned, to 1 KV heads", "weighted")]
     assert list(rows) == ["aligned, to 1 KV heads", *latent, *refits]
     assert all(seconds > 0 for seconds, *_ in rows.values())

@@ -35,8 +35,7 @@ RECORDS: dict[str, Attention] = {
     "norm": record(4, 1, norm="all"),
 }
 COMPONENTS = Allocation(5, (0, 0, 1))
-ALLOCATIONS = [  # pursued, folded, with fewer nope dims
-    Allocation(5, (2, 0), pursued=True),
+ALLOCATIONS = [  # folded, with fewer nope dims
     Allocation(5, (0, 2), freqfold=3),
     Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
 ]
@@ -63,10 +62,9 @@ def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statist
         gqa = to_gpu(GQA)
         for a in (gqa, to_gpu(RECORDS["no RoPE"])):
             assert devices(chosen.factor(a, replace(COMPONENTS, rotary=rotary), statistics)) == {"cuda"}
-        found = [chosen.measure(gqa, statistics, 1)] if chosen.measure else []
+        found = [chosen.measure(gqa, statistics)] if chosen.measure else []
         for count in (1, 4):
-            for allocation in chosen.allocate(found, count, Allocation(5, (), rotary=GQA.rotary)):
-                assert len(allocation.pairs) == count
+            assert len(chosen.allocate(found, count, Allocation(5, (), rotary=GQA.rotary))) == count
     with fake_gpu(False):
         for allocation in ALLOCATIONS if method == "weighted" and statistics is SURVEYED else []:
             assert devices(chosen.factor(to_gpu(GQA), replace(allocation, rotary=rotary), statistics)) == {"cuda"}
@@ -106,7 +104,7 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
         moments.see(seen[0])
         assert devices(moments.statistics()) == {"cuda"}
         with pytest.raises(RuntimeError, match=REFUSED):
-            moments.see(torch.ones(1, 6, stream.width))
+            Moments(0, stream, attention).see(torch.ones(1, 6, stream.width))
 
 
 # ---- fits ----------------------------------------------------------------------------------------------------------

@@ -192,9 +192,9 @@ def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Ten
 
 def duplicate_kv_heads(model: Any, times: int) -> None:
     """Make runs of `times` KV heads equal, everywhere in the model: weights, biases, gains per head."""
-    from convert.families import FAMILIES
+    from convert.families.reading import family_for
 
-    family, state = FAMILIES[model.config.model_type].of(model.config), model.state_dict()
+    family, state = family_for(model.config), model.state_dict()
     first = torch.arange(family.spec.num_kv_heads) // times * times
     for layer in range(model.config.num_hidden_layers):
         record = family.split({name: state[name] for name in family.shapes(layer)}, layer)

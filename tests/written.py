@@ -25,7 +25,7 @@ RESULTS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
     "one head of kvfold's class": ("gpt_neox", {}, ("mqa", "--method", "mean", "--no-text")),
     "own text": ("llama", {}, ("mqa", "--calibration-tokens", 512, "--calibration-context", 32)),
     "latent in shards": ("llama", {}, ("mla", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--max-shard-size", "40KB")),
-    "latent with text": ("llama", {}, ("mla", "--kv-lora-rank", 8, "--qk-rope-head-dim", 4, *_TEXT)),
+    "latent with text": ("llama", {}, ("mla", "--kv-lora-rank", 8, "--qk-rope-head-dim", 4, "--max-context", 32, *_TEXT)),
     "latent in int4": ("llama", {}, ("mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--cache-dtype", "int4", *_TEXT,
                                      "--evaluate", "TEXT")),
     "whole latent": ("llama", {"duplicated": 2}, ("mla", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32)),

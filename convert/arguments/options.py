@@ -132,8 +132,8 @@ class Calibrating(TypedDict, total=False):
     max_context: Annotated[
         int | str | None,
         Option(
-            "Tokens of the longest context that the result is for: rotary keys serve distances up to N.",
-            unset="--calibration-context, or 2048, or MODEL's limit",
+            "Tokens of the longest context that the result is for: it is fitted to distances up to N.",
+            unset="all positions of MODEL",
             least=2,
             parse=parse_count,
         ),

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from attention.forward import Heads, Jacobian, heads_of
+from attention.forward import Block, Heads, Jacobian, heads_of
 from attention.qk_norm import LinearisedNorm
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.least_squares import (
@@ -35,13 +35,13 @@ F = TypeVar("F", bound="_KeyFit")
 
 
 def fitted_keys(
-    after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads], seen: torch.Tensor
+    after: Record, blocks: Sequence[Block], sources: Sequence[Heads], seen: torch.Tensor
 ) -> Callable[[float], Record]:
     """The result with a share of the change of its keys that fits, by that share.
 
     Args:
         after: The result's record, whose heads are in the source's order.
-        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
+        blocks: What the layer reads, fp32.
         sources: What the source's heads make of each.
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
     """
@@ -53,7 +53,7 @@ def fitted_keys(
     return lambda share: replace(after, k=after.k.float() + share * change)
 
 
-def fitted_gains(after: Attention, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> Callable[[float], Attention]:
+def fitted_gains(after: Attention, blocks: Sequence[Block], sources: Sequence[Heads]) -> Callable[[float], Attention]:
     """The result with a share of the change of its key norm's gains that fits, by that share; arguments as of `fitted_keys`.
 
     A norm gives all keys one size, and these gains are what is left to set how sharply heads attend.
@@ -68,7 +68,7 @@ def fitted_gains(after: Attention, blocks: Sequence[torch.Tensor], sources: Sequ
     return lambda share: replace(after, k_norm=replace(norm, gain=norm.gain.float() + share * change))
 
 
-def _fits(kind: type[F], after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> list[F]:
+def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> list[F]:
     """One for each block."""
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
     parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)

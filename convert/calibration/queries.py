@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from attention.forward import Heads, Jacobian, heads_of, joined
+from attention.forward import Block, Heads, Jacobian, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
 from attention.spread import evenly_spread
 from convert.calibration.least_squares import (
@@ -32,14 +32,14 @@ _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
 
 
 def fitted_queries(
-    before: Attention, after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]
+    before: Attention, after: Record, blocks: Sequence[Block], sources: Sequence[Heads]
 ) -> Callable[[float], Record]:
     """The result with a share of the change of its queries that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
+        blocks: What the layer reads, fp32.
         sources: What the source's heads make of each.
     """
     free = _free(before, after)
@@ -47,7 +47,7 @@ def fitted_queries(
     return lambda share: _applied(before, after, share * change)
 
 
-def _fits(after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> Iterator[tuple[slice, list[_QueryFit]]]:
+def _fits(after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> Iterator[tuple[slice, list[_QueryFit]]]:
     """Heads that are fitted together, and for each block one problem of theirs; one such part of the heads after the other."""
     lengths, results = list(map(len, blocks)), [heads_of(after, x) for x in blocks]
     jacobians = [Jacobian.of_queries(after, result) for result in results]

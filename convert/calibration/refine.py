@@ -21,7 +21,7 @@ import torch
 
 from attention.record import FactoredAttention, Record
 from attention.spread import spread_blocks
-from convert.calibration.stream import LayerStream
+from convert.calibration.stream import Inputs, LayerStream
 
 _RATES = (0.03, 0.003)  # first step, as a share of a matrix's root mean square; chosen on text that no reported figure uses
 _WARM = 0.05  # share of all steps
@@ -31,7 +31,7 @@ _TOLERATED = 1.1  # times the error there: whole models still gain from steps on
 _NOTHING = 1e-12  # share of the input's energy
 
 Write = Callable[[Record], Mapping[str, torch.Tensor]]
-Run = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+Run = Callable[[Inputs, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def refined(
@@ -68,7 +68,7 @@ class _LayerFit:
     """The problem of fitting one layer.
 
     Args:
-        run: `(input [b, t, E], weights by their names) -> output`. The others are as of `refined`.
+        run: `(inputs, weights by their names) -> output`. The others are as of `refined`.
     """
 
     def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
@@ -104,8 +104,8 @@ class _LayerFit:
         """The error on these rows."""
         tensors, sums = self._write(record), torch.zeros(2, device=self._student.device)
         inputs, expected = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows)
-        for x, y in zip(inputs, expected, strict=True):
-            sums = sums + _energies(self._run(x, tensors) - y, y - x, x, y)
+        for x, (y, _) in zip(inputs, expected, strict=True):
+            sums = sums + _energies(self._run(x, tensors) - y, y - x.hidden, x.hidden, y)
         missing, energy = sums
         return missing / energy.detach()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attention.forward import attention_output, heads_of
+from attention.forward import Block, attention_output, heads_of
 from attention.record import Attention, Record
 from convert.calibration.keys import fitted_gains, fitted_keys
 from convert.calibration.queries import fitted_queries
@@ -70,10 +70,10 @@ class _Search:
 
     Args:
         before: The source's record.
-        blocks: `[t, E]` each, from position 0, fp32.
+        blocks: What the layer reads, fp32.
     """
 
-    def __init__(self, before: Attention, blocks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, before: Attention, blocks: Sequence[Block]) -> None:
         self._blocks, self._expected = blocks, attention_output(before, blocks)
         self._energy = float(self._expected.double().square().sum())
         self._last: tuple[Record, torch.Tensor] | None = None

@@ -83,7 +83,7 @@ class LayerStream:
         self.num_layers = len(model.get_submodule(self._layers))
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self._batches = text.batches(min(_TOKENS, text.rows.numel()))
-        self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
+        self._arguments: dict[tuple[Any, ...], list[_Call]] = {}  # by the shape of blocks, and their positions
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
         embeddings.padding_idx = None  # matters to gradients alone, and `embed` leaves out the rows of tokens that are not read
@@ -110,7 +110,7 @@ class LayerStream:
             with self._loaded(self._around()), self._writing(0) as write:
                 for rows in self._batches:
                     embedded = embeddings(self.text.shaped(rows, ids[rows])).to(self.device)
-                    write(self._calls(embedded, first_only=True)[0].hidden)
+                    write(self._calls(embedded, self.text.placed(rows), first_only=True)[0].hidden)
         finally:
             embeddings.weight = torch.nn.Parameter(mapped.to("meta"), requires_grad=False)
 
@@ -125,7 +125,7 @@ class LayerStream:
         with self._loaded(self._within(layer, attention=False)), self._watched(layer, see_and_stop):
             for batch in range(len(self._batches)):
                 with contextlib.suppress(_EnoughError):
-                    self._forward(layer, self.batch(layer, batch))
+                    self._forward(layer, *self.batch(layer, batch))
 
     @torch.no_grad()
     def advance(
@@ -150,9 +150,9 @@ class LayerStream:
         with loaded, self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(len(self._batches)):
                 inputs = self.batch(layer, batch)
-                write(self._forward(layer, inputs))
+                write(self._forward(layer, *inputs))
                 if attended:
-                    attended(batch, inputs, out.pop())
+                    attended(batch, inputs.hidden, out.pop())
         trim_memory()
 
     @contextlib.contextmanager
@@ -163,24 +163,25 @@ class LayerStream:
         # Conversions on loading would not pass gradients.
         assert not any(map(self._tensors.is_converted, attention)), "an attention whose tensors are fused on loading"
 
-        def run(hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        def run(inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
             given = {name.removeprefix(inside): self._tensors.tensor(name, weights.__getitem__) for name in attention}
-            return self._forward(layer, hidden, given)
+            return self._forward(layer, *inputs, given)
 
         with self._loaded(self._within(layer, attention=False)):
             yield OpenLayer(run, self._model.get_submodule(self._paths.output(layer)))
 
-    def batch(self, layer: int, batch: int) -> torch.Tensor:
-        """The layer's inputs of one batch, `[b, t, E]`; for `num_layers`, the outputs of the last layer."""
+    def batch(self, layer: int, batch: int) -> Inputs:
+        """The layer's inputs of one batch; for `num_layers`, the outputs of the last layer."""
         (found,) = self.select(layer, self._batches[batch])
         return found
 
-    def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
-        """The layer's inputs of some rows of the text, `[b, t, E]` for each length of blocks."""
+    def select(self, layer: int, rows: Sequence[int]) -> list[Inputs]:
+        """The layer's inputs of some rows of the text, for each length of blocks."""
         size, shape = self.text.rows.numel() * self.width, (*self.text.rows.shape, self.width)
         mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(shape)
         # Indexing copies, so the file does not stay mapped.
-        return [self.text.shaped(part, mapped[part].to(self.device)) for part in self.text.alike(rows)]
+        text = self.text
+        return [Inputs(text.shaped(part, mapped[part].to(self.device)), text.placed(part)) for part in text.alike(rows)]
 
     def discard(self, but: int | None = None) -> None:
         """Remove the spooled inputs, but those of one layer."""
@@ -286,20 +287,23 @@ class LayerStream:
         with attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after):
             yield
 
-    def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        shape, module = (hidden.shape[0], hidden.shape[1]), self._model.get_submodule(self._path(layer))
-        if shape not in self._arguments:  # they depend only on the shape
+    def _forward(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        shape, module = positions.shape, self._model.get_submodule(self._path(layer))
+        key = (*shape, positions.numpy().tobytes())
+        if key not in self._arguments:  # they depend only on the shape and on positions
             width = self._model.get_parameter(self._embedding).shape[1]
             with torch.no_grad(), self._loaded(self._around()):
-                self._arguments[shape] = self._calls(hidden.new_zeros(*shape, width))
-        call = self._arguments[shape][layer]
+                self._arguments[key] = self._calls(hidden.new_zeros(*shape, width), positions)
+        call = self._arguments[key][layer]
         if weights is None:
             out = module(hidden, *call.args, **call.kwargs)
         else:
             out = torch.func.functional_call(module, weights, (hidden, *call.args), call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
+    def _calls(self, embeddings: torch.Tensor, positions: torch.Tensor, first_only: bool = False) -> list[_Call]:
         """The arguments with which the model calls each of its layers for these embeddings."""
         decoder, _, name = self._layers.rpartition(".")
         owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
@@ -308,7 +312,7 @@ class LayerStream:
         setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
         try:
             through = {"use_cache": False} if self._cache is None else {"use_cache": True, CACHE: self._cache}
-            owner(inputs_embeds=embeddings, **through)
+            owner(inputs_embeds=embeddings, **through, **positioned(positions.to(embeddings.device)))
         except _EnoughError:
             return calls
         finally:
@@ -316,24 +320,44 @@ class LayerStream:
         raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
 
 
+def positioned(positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The arguments of a model's forward for tokens at `positions [b, T]`; none where none skips.
+
+    Without a mask, transformers would take a skip for the start of another packed text, and hide what is before it.
+    """
+    if positions is None or (positions == torch.arange(positions.shape[1], device=positions.device)).all():
+        return {}
+    return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+
+
+class Inputs(NamedTuple):
+    """What a layer reads of some blocks of one length.
+
+    Attributes:
+        hidden: `[b, t, E]`.
+        positions: `[b, t]`, on the CPU.
+    """
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+
+
 class OpenLayer:
     """A layer that takes its attention's weights as an argument of each call.
 
     Args:
-        run: `(hidden, weights) -> output`.
+        run: `(inputs, weights) -> output`.
         output: The attention's output projection.
     """
 
-    def __init__(
-        self, run: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor], output: torch.nn.Module
-    ) -> None:
+    def __init__(self, run: Callable[[Inputs, Mapping[str, torch.Tensor]], torch.Tensor], output: torch.nn.Module) -> None:
         self._run, self._output = run, output
 
-    def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
-        return self._run(hidden, weights)
+        return self._run(inputs, weights)
 
-    def read(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def read(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What the output projection reads, `[b, T, H D]`; the layer stops there."""
         seen: list[torch.Tensor] = []
 
@@ -342,7 +366,7 @@ class OpenLayer:
             raise _EnoughError
 
         with self._output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
-            self(hidden, weights)
+            self(inputs, weights)
         return seen[0]
 
 

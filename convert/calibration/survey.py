@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from attention.errors import Failure
-from attention.forward import heads_of
+from attention.forward import Block, heads_of
 from attention.record import Attention
 from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
@@ -64,6 +64,7 @@ class Moments:
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
         rows = x.reshape(-1, self._text.context, x.shape[-1])
+        seen = replace(self._text.of(range(self._seen, self._seen + len(rows))), rows=rows)
         for row, found in enumerate(rows, self._seen):
             if row in self._index_of:
                 self._sample[self._index_of[row]] = found.bfloat16()
@@ -76,7 +77,7 @@ class Moments:
         self._second += x.T @ x
         self._sum += x.sum(0, dtype=torch.float64)
         if self._attended:
-            for block in blocks:
+            for block in seen.blocks:
                 self._attended.add(self._attention, block)
 
     def statistics(self) -> Statistics:
@@ -123,11 +124,11 @@ class _AttendedSums:
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
         self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None
 
-    def add(self, attention: Attention, block: torch.Tensor) -> None:
-        """Add the attention over a block `[T, E]`."""
+    def add(self, attention: Attention, block: Block) -> None:
+        """Add the attention over a block."""
         length, heads = len(block), heads_of(attention, block)
         count = min(length, QUERIES)
-        rows = torch.tensor(evenly_spread(count, length), device=block.device)
+        rows = torch.tensor(evenly_spread(count, length), device=block.x.device)
         repeats = len(heads.queries) // len(heads.keys)
         logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
         probabilities = heads.probabilities(logits, rows).flatten(0, 1)  # [H t, T]
@@ -186,18 +187,20 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
     blocks = stream.select(layer, moments.sampled)
-    squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
+    squares = torch.cat([block.hidden.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
     queries = {} if found.queries is None else {"queries": found.queries}
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
-    note = {"tokens": found.tokens, "cuts": list(found.sample.cuts), "inverse_energy": inverse_energy}
+    sample = {"cuts": found.sample.cuts, "positions": [list(row) for row in found.sample.positions]}
+    note = {"tokens": found.tokens, **sample, "inverse_energy": inverse_energy}
     shelf.put(layer, plain | attended | queries, note)
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
     attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
-    sample, moments = Blocks(tensors["sample"], tuple(note.pop("cuts"))), (tensors["second_moment"], tensors["first_moment"])
+    sample = Blocks(tensors["sample"], tuple(note.pop("cuts")), tuple(note.pop("positions")))
+    moments = tensors["second_moment"], tensors["first_moment"]
     return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=tensors.get("queries"))

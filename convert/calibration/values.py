@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.forward import attention_output, heads_of
+from attention.forward import Block, attention_output, heads_of
 from attention.record import Attention
 from convert.calibration.least_squares import (
     RIDGE,
@@ -26,14 +26,14 @@ from eval.machine.device import rough
 
 
 def fitted_values(
-    before: Attention, after: Attention, blocks: Sequence[torch.Tensor], read: torch.Tensor
+    before: Attention, after: Attention, blocks: Sequence[Block], read: torch.Tensor
 ) -> Callable[[float], Attention]:
     """The result with a share of the change of its values that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
+        blocks: What the layer reads, fp32.
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read.
     """
     lengths = list(map(len, blocks))
@@ -63,13 +63,13 @@ class _ValueFit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _ValueFit:
-        heads, groups = heads_of(after, x), len(after.v)
+    def of(cls, after: Attention, block: Block, lacking: torch.Tensor, parts: list[slice]) -> _ValueFit:
+        heads, groups = heads_of(after, block), len(after.v)
         every = logits_of(heads.part(slice(0, len(after.q))), parts)
         probabilities = [grouped(heads.probabilities(logits), groups) for logits in every]
         outputs = after.o.float().unflatten(1, (groups, -1))
-        fit = cls(heads.inputs, outputs, parts, probabilities, x.new_zeros(()))
-        fit = fit.to(rough(x.device))
+        fit = cls(heads.inputs, outputs, parts, probabilities, block.x.new_zeros(()))
+        fit = fit.to(rough(block.x.device))
         return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
 
     def to(self, dtype: torch.dtype) -> _ValueFit:

@@ -224,9 +224,9 @@ def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Convert MODEL to many targets with many methods, and compare them.
 
-    Collects the statistics of the text once for all of them. DIR/report plots perplexity against KV bytes per token.
-    Without --groups and --mla, the targets are a half, a quarter, … of MODEL's KV heads, and MLA at 25 % and 12.5 % of its
-    cache. Text goes to the methods that use it; --refit and --refine go to aligned and weighted only.
+    Collects the statistics of the text once for all of them, and once for pca. DIR/report plots perplexity against KV bytes
+    per token. Without --groups and --mla, the targets are a half, a quarter, … of MODEL's KV heads, and MLA at 25 % and
+    12.5 % of its cache. Text goes to the methods that use it; --refit and --refine go to aligned and weighted only.
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """

@@ -78,7 +78,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
         stream = job.stream(seen, plan.source.config, plan.family, job.manifest.reader, spool)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
-    return lambda layer: replace(found()(layer), context=seen.calibration.max_context)
+    return lambda layer: found()(layer)
 
 
 def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsOf | None) -> MakeLayer:

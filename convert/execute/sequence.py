@@ -127,7 +127,7 @@ class _Pair:
         sample = sample_for(self.teacher.width, normed=portable) if self.text.calibration.refit else EXCERPT
         moments = Moments(layer, self.teacher, attention, sample, shown)
         self.teacher.observe(layer, moments.see)
-        return replace(moments.statistics(), context=self.text.calibration.max_context)
+        return moments.statistics()
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
@@ -150,7 +150,7 @@ class _Pair:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
                 own = self.student.batch(layer, batch)
-                fit.see(run.read(own, weights), added + inputs - own if lacking else added)
+                fit.see(run.read(own, weights), added + inputs - own.hidden if lacking else added)
 
             self.teacher.advance(layer, attended=attended)
         return fit.record()

@@ -38,8 +38,6 @@ def calibration_bytes(job: Job, text: CalibrationText) -> int:
         needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
         if plan.reads_projections:  # queries, head by head
             needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
-    if isinstance(method, LatentMethod) and method.measured_bytes:
-        needed += plan.before.num_layers * method.measured_bytes(plan.before)
     if text.calibration.in_sequence:
         converted = (unit for unit in job.manifest.units if unit.layer is not None)
         needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())

@@ -285,6 +285,16 @@ class Family(ABC):
         kinds = self.decoder.layer_types if known else None
         return int(window) if kinds is None or kinds[layer] == "sliding_attention" else None
 
+    @property
+    def skips(self) -> bool:
+        """Whether positions may skip within a text: they only turn RoPE, by angles that do not depend on the text's length."""
+        if self.first_rotary is None or self.spec.windows is not None:
+            return False
+        parameters = getattr(self.decoder, "rope_parameters", None) or {}
+        kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
+        windowed = any(self.window(layer) is not None for layer in range(self.spec.num_layers))
+        return not windowed and not kinds & {"dynamic", "longrope"}
+
     def scoring(self, layer: int) -> Scoring:
         """Changes to the layer's scaled logits."""
         return Scoring(self.slopes, self.window(layer), self.traits.extra_features.get(SOFTCAP))

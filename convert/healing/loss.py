@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from attention.versions import CACHE
+from convert.calibration.stream import positioned
 
 VALUES_AT_ONCE = 2**23  # logits at a time
 
@@ -57,17 +58,18 @@ class Distillation(nn.Module):
         """Keep the modes of both models: nothing is dropped, and only layers to compute again are in training mode."""
         return self
 
-    def forward(self, ids: torch.Tensor, measures: bool = False) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None, measures: bool = False) -> torch.Tensor:
         """The summed loss of the tokens that have a predecessor.
 
         Args:
             ids: `[B, T]`, blocks of text.
+            positions: `[B, T]`, of their tokens; None if none skips.
             measures: Instead: `[B, 3]`, each block's mean KL, and the student's and the teacher's mean losses on its text.
         """
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             with torch.no_grad():
-                teachers = hidden_states(self.teacher, ids)[:, :-1].flatten(0, 1)
-            states = hidden_states(self.student, ids, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
+                teachers = hidden_states(self.teacher, ids, positions)[:, :-1].flatten(0, 1)
+            states = hidden_states(self.student, ids, positions, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
             both = states, partial(logits_of, self.student), lambda chunk: logits_of(self.teacher, teachers[chunk])
             if measures:
                 return measured(*both, ids[:, 1:].flatten(), self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
@@ -83,10 +85,12 @@ class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
     router_logits: Any = None
 
 
-def hidden_states(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-    """The decoder's output for `ids [B, T]`: `[B, T, E]`, without a cache or through one."""
+def hidden_states(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None, cache: Cache | None = None
+) -> torch.Tensor:
+    """The decoder's output for `ids [B, T]` at `positions [B, T]`: `[B, T, E]`, without a cache or through one."""
     kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}
-    found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept).last_hidden_state
+    found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept, **positioned(positions)).last_hidden_state
     return found
 
 

@@ -94,6 +94,13 @@ class HealPlan:
     names: tuple[str, ...] = field(repr=False)
 
     @property
+    def reach(self) -> int:
+        """The positions over which every other block retrieves: all that the result is for, where they can skip."""
+        before = self.converted.calibrated
+        limit = before.positions if before else self.teacher.max_positions
+        return max(limit or 0, self.context) if convertible(self.teacher).skips else self.context
+
+    @property
     def batch(self) -> int:
         """Blocks per step."""
         tokens = self.options.batch_tokens or min(_MOST_PER_STEP, self.asked // _STEPS)

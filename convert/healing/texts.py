@@ -22,6 +22,7 @@ from convert.healing.plan import HealPlan
 from convert.output.companions import write_own_text
 from convert.output.destination import CHECKPOINT, partial_path
 from convert.output.writing import Work
+from convert.planning.retrieval import retrieving
 from convert.planning.texts import TextSource, written_before
 from eval.inputs.loading import tokens_of
 from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
@@ -48,15 +49,25 @@ class TrainingText:
         blocks: `[n, context]`, of the text, and behind them those of another one to judge by.
         parts: Of each text the blocks to train on, int64.
         held_out: The indices of the others, from all over each text; no step sees them.
+        positions: `[n, context]`, of the tokens of each block.
     """
 
     tokens: Tokens
     blocks: torch.Tensor
     parts: tuple[torch.Tensor, ...]
     held_out: torch.Tensor
+    positions: torch.Tensor
 
     @classmethod
-    def of(cls, texts: Sequence[Tokens], context: int, wanted: int, batch: int, judged: Tokens | None = None) -> TrainingText:
+    def of(
+        cls,
+        texts: Sequence[Tokens],
+        context: int,
+        wanted: int,
+        batch: int,
+        judged: Tokens | None = None,
+        reach: int | None = None,
+    ) -> TrainingText:
         """Cut texts into blocks.
 
         Args:
@@ -65,6 +76,7 @@ class TrainingText:
             wanted: Tokens of the whole training; they decide how many are held out.
             batch: Blocks per step.
             judged: A text to judge by, so that of the others no block is held out.
+            reach: The positions over which every other block retrieves (`convert.planning.retrieval`); None where none does.
 
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
@@ -94,7 +106,12 @@ class TrainingText:
         if judged is not None:
             aside = [start + torch.arange(len(judged.ids) // context)]
             blocks = torch.cat((blocks, judged.blocks(context)))
-        return cls(text, blocks, tuple(parts), torch.cat(aside))
+        positions = torch.arange(context).repeat(len(blocks), 1)
+        if reach is not None and len(blocks) > 1:
+            blocks = blocks.clone()
+            blocks[1::2], skipping = retrieving(blocks[1::2], reach)
+            positions[1::2] = torch.tensor(skipping)
+        return cls(text, blocks, tuple(parts), torch.cat(aside), positions)
 
     def order(self, count: int, seed: int) -> torch.Tensor:
         """`[count]`, the indices of the blocks that steps see, one after the other.
@@ -197,7 +214,7 @@ class TrainingTexts:
 
     def _with_own(self, written: torch.Tensor) -> TrainingText:
         parts = [part or _own(written) for _, part in self.parts]
-        return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch)
+        return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch, reach=self.plan.reach)
 
 
 def _rows(plan: HealPlan) -> int:

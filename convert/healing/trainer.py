@@ -58,7 +58,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self, plan: HealPlan, text: TrainingText, distillation: Distillation, what: Trainable, directory: Path
     ) -> None:
-        blocks = StackDataset(ids=text.blocks)  # type: ignore[arg-type]  # a tensor is indexed as a dataset is
+        blocks = StackDataset(ids=text.blocks, positions=text.positions)  # type: ignore[arg-type]  # tensors are indexed alike
         held_out = Subset(blocks, text.held_out.tolist())
         arguments = _arguments(plan, directory)
         super().__init__(distillation, arguments, train_dataset=blocks, eval_dataset=held_out, compute_metrics=_means)

@@ -13,33 +13,43 @@ import torch
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
     """The frequencies that stay rotary: one list of their numbers for all layers, since a config holds only one.
 
-    Each layer's losses are normalised to a sum of one, then added up; a frequency keeps as many components as it has among the
-    `count` largest sums. Every layer then rotates its own costliest components of each frequency.
+    Every layer then rotates its own costliest components of each frequency: as many as the frequency has among the `count`
+    largest sums over layers.
 
     Args:
-        losses: Per layer `[L, G]`, the cost of not rotating component j of frequency l, largest first in each row.
+        losses: As of `_summed`.
         count: P/2.
 
     Returns:
         `count` frequencies, ascending, one for each component.
     """
-    total = sum(table.double() / table.double().sum().clamp_min(torch.finfo(torch.float64).tiny) for table in losses)
-    assert isinstance(total, torch.Tensor)
+    total = _summed(losses)
     chosen = total.flatten().argsort(descending=True, stable=True)[:count] // total.shape[1]
     return tuple(sorted(chosen.tolist()))
 
 
-def ladders(count: int, frequencies: int) -> list[tuple[float, ...]]:
-    """Every s-th frequency from the first on, where s is a half, a power of two, or the largest that leaves `count` of them.
+def pairs_on_ladder(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
+    """Every s-th frequency from the first on, where s is the stride that loses least: a power of two, or the largest.
 
-    RoPE's frequencies are a geometric ladder, and so are these: a base and their number say all about them. Steps of a half
-    (`Rotary.select`) suit text with short distances, in which low frequencies hardly rotate and high ones deserve two keys.
+    RoPE's frequencies are a geometric ladder, and so are these: a base and their number say all about them.
     """
     if count == 1:
-        return [(0,)]
-    most = (frequencies - 1) // (count - 1)
+        return (0,)
+    total = _summed(losses)[:, 0]
+    most = (len(total) - 1) // (count - 1)
     strides = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
-    return [tuple(stride * i for i in range(count)) for stride in (0.5, *strides)]
+    ladders = [tuple(range(0, stride * count, stride)) for stride in strides]
+    return max(ladders, key=lambda pairs: float(total[list(pairs)].sum()))
+
+
+def _summed(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[L, G]`, summed over layers, each scaled to a sum of one.
+
+    Args:
+        losses: Per layer `[L, G]`, the cost of not rotating component j of frequency l, largest first in each row.
+    """
+    tables = [table.double() for table in losses]
+    return torch.stack([table / table.sum().clamp_min(torch.finfo(torch.float64).tiny) for table in tables]).sum(0)
 
 
 def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:

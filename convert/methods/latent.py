@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
-from attention.spec import AttentionSpec
 from convert.methods.algebra import fix_signs
 from convert.methods.statistics import Statistics
 from convert.methods.text import Method
@@ -29,28 +28,21 @@ class Allocation:
 
     Attributes:
         rank: Channels of the latent that carry keys and values (constants and padding excluded).
-        pairs: For each of the P/2 rotary pairs, the number of the source's frequency that it rotates with; with `pursued`, it
-            may lie between two (`Rotary.select`).
+        pairs: For each of the P/2 rotary pairs, the number of the source's frequency that it rotates with.
         freqfold: How many neighbouring frequencies count as one.
         rotary: The model's rotary embedding, for layers that have none themselves.
-        pursued: Whether the rotary keys were found by pursuit: each may then serve other frequencies than its own.
         nope_dims: Nope dims of a head; fewer than its dims only where all rotary dims are kept. None for all of them.
         rotary_keys: Different keys that the source has at one frequency; None for one per KV head.
-        ladder: Whether the frequencies have to be a geometric ladder (`convert.methods.frequencies.ladders`).
+        ladder: Whether the frequencies have to be a geometric ladder (`convert.methods.frequencies.pairs_on_ladder`).
     """
 
     rank: int
-    pairs: tuple[float, ...]
+    pairs: tuple[int, ...]
     freqfold: int = 1
     rotary: Rotary | None = None
-    pursued: bool = False
     nope_dims: int | None = None
     rotary_keys: int | None = None
     ladder: bool = False
-
-    def keeping(self, pairs: tuple[float, ...], pursued: bool) -> Allocation:
-        """The same allocation with its frequencies chosen."""
-        return replace(self, pairs=pairs, pursued=pursued)
 
     def nope(self, rows: torch.Tensor) -> torch.Tensor:
         """Those of `rows [heads, D, …]` that belong to the nope dims: the last `nope_dims` of each head."""
@@ -63,18 +55,15 @@ class LatentMethod(Method):
 
     Attributes:
         folds: Whether it can count neighbouring frequencies as one (`Allocation.freqfold`).
-        measure: `(attention, statistics, fewest P/2) -> what `allocate` needs` from each layer with RoPE; or None.
-        allocate: `(results of measure, P/2, allocation without pairs) -> allocations with pairs`; if several, the one with
-            the least error on the text is used.
+        measure: `(attention, statistics) -> [L, G]`, what not rotating each component costs a layer with RoPE; or None.
+        allocate: `(results of measure, P/2, allocation without pairs) -> pairs`.
         factor: `(attention, allocation, statistics) -> latent attention`.
-        measured_bytes: `spec -> bytes` that the result of `measure` takes per layer; None if negligible.
     """
 
     folds: bool
-    measure: Callable[[Attention, Statistics, int], Any] | None
-    allocate: Callable[[list[Any], int, Allocation], list[Allocation]]
+    measure: Callable[[Attention, Statistics], torch.Tensor] | None
+    allocate: Callable[[list[torch.Tensor], int, Allocation], tuple[int, ...]]
     factor: Callable[[Attention, Allocation, Statistics], FactoredAttention]
-    measured_bytes: Callable[[AttentionSpec], int] | None = None
 
 
 class Keys(NamedTuple):
@@ -300,7 +289,7 @@ def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
 
 def _kept(allocation: Allocation) -> tuple[list[int], list[int]]:
     """The band and the component of each rotary pair; each band gives its first components, in order."""
-    bands = [int(pair) // allocation.freqfold for pair in allocation.pairs]
+    bands = [pair // allocation.freqfold for pair in allocation.pairs]
     return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
 
 

@@ -18,7 +18,6 @@ and where 2 G D − P > E one more of size E if the text's statistics are singul
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -61,10 +60,10 @@ def _mean_norm(rows: torch.Tensor, second: torch.Tensor) -> float:
     return float(squares.clamp_min(0).sqrt().mean()) if len(rows) else 0.0
 
 
-def allocate(found: list[object], count: int, allocation: Allocation) -> list[Allocation]:
+def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
     """Frequencies at an even stride; nothing was measured."""
     assert allocation.rotary is not None
-    return [replace(allocation, pairs=pairs_by_stride(2 * count, allocation.rotary.dims))]
+    return pairs_by_stride(2 * count, allocation.rotary.dims)
 
 
 METHOD = LatentMethod(

@@ -41,7 +41,7 @@ def with_constant_norm(before: Attention, after: FactoredAttention, sample: Bloc
     """
     blocks = [block.float() for block in sample.blocks]
     importance = torch.cat([attention_received(before, block) for block in blocks]) + _UNSEEN
-    x, importance = torch.cat(blocks), importance / importance.mean()
+    x, importance = torch.cat([block.x for block in blocks]), importance / importance.mean()
     white = _Whitened.of(x, importance, after.down)
     down, back = white.fitted()
     constant = _nearest_to_one(x @ down.float().T, importance)
@@ -152,7 +152,7 @@ def behind_norm(record: FactoredAttention, gain: torch.Tensor, sample: Blocks) -
     """
     # What bfloat16 holds, the other dtypes hold, too; queries make up for the rounding.
     down = torch.where(gain == 0, 0, 1 / gain).bfloat16().to(record.q_nope)
-    sizes = torch.cat([(block.to(down) * down).square().mean(-1).sqrt() for block in sample.blocks])
+    sizes = torch.cat([(block.x.to(down) * down).square().mean(-1).sqrt() for block in sample.blocks])
     mean = sizes.square().mean().sqrt()
     scale = torch.where(down == 0, 0, mean / down)
     found = replace(record, q_nope=record.q_nope * scale, q_rope=record.q_rope * scale, q_down=down.diag())

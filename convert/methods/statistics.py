@@ -96,7 +96,6 @@ class Statistics:
         tokens: How many x were seen; 0 if the statistics are assumed.
         attended: Moments of x as attention sees it, which weigh keys and values.
         sample: The layer's input for some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
-        context: Tokens of the longest context that the result is for; None for as many as the longest block of the sample has.
         inverse_energy: E_t[1 / |h_t|²] over the sample, with h the residual stream that the layer reads; None without text.
         queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
             values of a token, or its latent and its RoPE key, in all moments, and E is their number. None where queries read x.
@@ -107,7 +106,6 @@ class Statistics:
     tokens: int
     attended: Attended
     sample: Blocks | None = None
-    context: int | None = None
     inverse_energy: float | None = None
     queries: torch.Tensor | None = None
 

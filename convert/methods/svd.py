@@ -12,7 +12,6 @@ size min(2 G D − P, E).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
 
-def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.Tensor:
+def losses(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
     return torch.linalg.eigvalsh(_gram(_white(attention), keys_of(attention))).flip(-1)
 
@@ -52,9 +51,9 @@ def _gram(second: torch.Tensor | None, keys: Keys) -> torch.Tensor:
     return (rows if second is None else rows @ second.to(rows.dtype)) @ rows.mH
 
 
-def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> list[Allocation]:
+def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
     """The frequencies with the most energy."""
-    return [replace(allocation, pairs=pairs_by_loss([lost[:, : allocation.rotary_keys] for lost in found], count))]
+    return pairs_by_loss([lost[:, : allocation.rotary_keys] for lost in found], count)
 
 
 METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", TextUse.IGNORED, False, losses, allocate, factor)

@@ -1,10 +1,9 @@
 """`weighted`: MLA that keeps what logits and outputs depend on, as measured on calibration text.
 
-Rope keys: atoms (`convert.methods.atoms`). They are the weighted complex principal components that lose most without RoPE,
-or, with fewer rotary pairs than frequencies, atoms found by pursuit; the text decides between the two.
-The remainder becomes nope keys, which share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and
-values by Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax,
-and the mean of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
+Rope keys: the weighted complex principal components that lose most without RoPE (`convert.methods.components`). The remainder
+becomes nope keys, which share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and values by
+Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax, and the mean
+of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
 [α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace. Keys
 and values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
 `_BALANCES` with the least error of attention outputs on a sample of the text, found downhill from the middle.
@@ -18,18 +17,16 @@ of E × E, one QR of (H + G) D × R and the attention of the sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
-from attention.spec import AttentionSpec
 from convert.methods.algebra import augmented, leading, root, roots
-from convert.methods.atoms import Components, RopeKeys
-from convert.methods.frequencies import ladders, pairs_by_loss
+from convert.methods.components import Components, RopeKeys
+from convert.methods.frequencies import pairs_by_loss, pairs_on_ladder
 from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part
-from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
 from convert.methods.statistics import Attended, Statistics, excerpt
 from convert.methods.text import TextUse
 
@@ -74,9 +71,9 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     if attention.rotary is None:  # all keys go into the latent
         return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
     keys = RopeKeys.of(attention, statistics)
-    atoms = pursue(keys, allocation.pairs) if allocation.pursued else Components.of(keys).atoms(keys, allocation.pairs)
+    kept = Components.of(keys).kept(keys, allocation.pairs)
     nope = rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)
-    return atoms.rope(keys), torch.cat((atoms.rest(keys), nope), 1)
+    return kept.rope(keys), torch.cat((kept.rest(keys), nope), 1)
 
 
 @dataclass(frozen=True)
@@ -168,53 +165,17 @@ def _regressed(
     return up + change.unflatten(0, rows.shape[:2])
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The loss that a layer would have.
-
-    Attributes:
-        lost: `[L, G]`, by not rotating each component.
-        pursuit: Its pursuit, where one may run.
-        beyond: Whether the result is for longer contexts than the sample has, in which nothing can be measured.
-    """
-
-    lost: torch.Tensor
-    pursuit: Pursuit | None
-    beyond: bool
+def measure(attention: Attention, statistics: Statistics) -> torch.Tensor:
+    """`[L, G]`: what not rotating each component costs the logits (`Components.lost`)."""
+    return Components.of(RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))).lost
 
 
-def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
-    """Facts about a layer for `allocate`."""
-    rope = RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))
-    lost, tried = Components.of(rope).lost, statistics.sample is not None
-    pursuit = Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None
-    return _Measured(lost, pursuit, statistics.sample is not None and rope.mass.shape[1] > statistics.sample.context)
-
-
-def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list[Allocation]:
-    """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds.
-
-    A sample of shorter blocks cannot tell which are better in the context that the result is for. Atoms then come alone: they
-    explain more there of what rotates, since one may stand for several frequencies. Ladders come with both, or with atoms alone
-    if they have frequencies between those of the source.
-    """
-    if allocation.ladder:
-        steps = ladders(count, len(found[0].lost))
-        components = [allocation.keeping(pairs, False) for pairs in steps if all(pair == int(pair) for pair in pairs)]
-        return [*components, *(allocation.keeping(pairs, True) for pairs in steps)]
-    sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
-    pursuits = [layer.pursuit for layer in found if layer.pursuit]
-    if pursuits and count < len(found[0].lost):
-        sizes.append(replace(allocation, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
-    return sizes[-1:] if any(layer.beyond for layer in found) else sizes
-
-
-def measured_bytes(spec: AttentionSpec) -> int:
-    """Bytes of the pursuit's Gram matrix, `[G L, G L]` complex64."""
-    return 8 * (spec.num_kv_heads * spec.head_dim // 2) ** 2
+def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
+    """The frequencies of the costliest components, or the ladder that holds most of them."""
+    losses = [lost[:, : allocation.rotary_keys] for lost in found]
+    return pairs_on_ladder(losses, count) if allocation.ladder else pairs_by_loss(losses, count)
 
 
 METHOD = LatentMethod(
-    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, measure, allocate, factor,
-    measured_bytes,
-)  # fmt: skip
+    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, measure, allocate, factor
+)

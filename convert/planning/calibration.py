@@ -11,6 +11,7 @@ from attention.errors import Failure, Refusal
 from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
+from convert.planning.retrieval import retrieving
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
 from eval.inputs.loading import calibration_tokens
 from eval.inputs.text import Text, Tokens, joined
@@ -42,7 +43,8 @@ class CalibrationOptions:
         context: Tokens per block; if they are few and long, some are cut into shorter ones (`convert.methods.blocks`).
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
-        max_context: Tokens of the longest context that the result is for; None for `context` as it is given or usual.
+        max_context: Tokens of the longest context that the result is for; None for all positions of the source, or, where
+            positions cannot skip, for `context`.
         no_text: Whether methods that use text have to do without; otherwise the model writes one where none is given.
         heal: Tokens of the text that the whole result is distilled on at the end; None where the device decides.
     """
@@ -86,6 +88,9 @@ class Calibration:
     """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions.
 
     `heal` is None until it is known what the device has room for (`convert.planning.memory`).
+
+    Attributes:
+        reach: The positions over which every other block retrieves (`convert.planning.retrieval`); None where none does.
     """
 
     texts: Texts
@@ -94,6 +99,7 @@ class Calibration:
     refit: bool
     refine: int
     max_context: int
+    reach: int | None = None
     heal: int | None = 0
 
     @property
@@ -233,7 +239,10 @@ class CalibrationText:
     @property
     def blocks(self) -> Blocks:
         """The ids, `[n, T]`."""
-        return Blocks.mixed(self.tokens.blocks(self.calibration.context))
+        rows, reach = self.tokens.blocks(self.calibration.context), self.calibration.reach
+        if reach is None or len(rows) == 1:
+            return Blocks.mixed(rows)
+        return Blocks.mixed(rows[::2]).beside(*retrieving(rows[1::2], reach))
 
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""
@@ -264,11 +273,12 @@ def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
-def calibration_for(positions: int | None, method: Method, wanted: CalibrationOptions) -> Calibration | None:
+def calibration_for(positions: int | None, skips: bool, method: Method, wanted: CalibrationOptions) -> Calibration | None:
     """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:
         positions: The most that the source supports; None if its config does not say.
+        skips: Whether positions may skip within a block (`Family.skips`).
         method: The method of the conversion.
         wanted: The user's options.
 
@@ -290,11 +300,19 @@ def calibration_for(positions: int | None, method: Method, wanted: CalibrationOp
         raise Refusal(f"method {method.name} looks at weights only and has no use for {wanted.flags}", hint="leave it out")
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
-    tokens, context, longest = _numbers(positions, wanted)
-    longest = longest if method.text is TextUse.USED else context
+    tokens, context = _numbers(positions, wanted)
+    longest = context if wanted.max_context is None else wanted.max_context
+    if skips and method.text is TextUse.USED:
+        longest = wanted.max_context or positions or context
+    elif longest > context:
+        raise Refusal(
+            f"positions of this model cannot skip, and no block of {context} tokens shows how it attends {longest} tokens back",
+            hint=f"leave out --max-context, or give --calibration-context {longest}, too",
+        )
+    reach = max(longest, context) if method.text is TextUse.USED else None
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
-    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, heal)
+    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, reach, heal)
 
 
 def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:
@@ -319,8 +337,8 @@ def require_consistent(positions: int | None, wanted: CalibrationOptions) -> Non
         )
 
 
-def _numbers(limit: int | None, wanted: CalibrationOptions) -> tuple[int, int, int]:
-    """Tokens in all, per block, and in the longest context that the result is for."""
+def _numbers(limit: int | None, wanted: CalibrationOptions) -> tuple[int, int]:
+    """Tokens in all, and per block."""
     own = any(text.own for text in wanted.texts)
     usual = min(_CONTEXT, limit or _CONTEXT)
     context = (min(_OWN_CONTEXT, usual) if own else usual) if wanted.context is None else wanted.context
@@ -336,11 +354,9 @@ def _numbers(limit: int | None, wanted: CalibrationOptions) -> tuple[int, int, i
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
     shared_out(tokens // context, wanted.texts)
-    served = usual if wanted.context is None else wanted.context
-    longest = served if wanted.max_context is None else wanted.max_context
-    if limit and longest > limit:
+    if limit and (wanted.max_context or 0) > limit:
         raise Refusal(
-            f"a --max-context of {longest} tokens exceeds the {limit} positions of the model",
+            f"a --max-context of {wanted.max_context} tokens exceeds the {limit} positions of the model",
             hint=f"use --max-context {limit} or less",
         )
-    return tokens, context, longest
+    return tokens, context

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from eval.inputs.source import Source
 
 _LIMITED = (
-    f"MLA that gives up rotary dims holds for the positions that it is calibrated for: {ASSUMED_CONTEXT}, or as many as "
-    "--calibration-context says."
+    f"MLA that gives up rotary dims is made for all positions, or for --max-context N; without text, for {ASSUMED_CONTEXT}."
 )
 
 

@@ -65,7 +65,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     if engine:
         target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _calibration(source.max_positions, method, request.calibration, bounds.host, size.per_layer_ranks)
+    text = _calibration(source.max_positions, family.skips, method, request.calibration, bounds.host, size.per_layer_ranks)
     return Plan.of(request, family, target, text)
 
 
@@ -110,7 +110,7 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
 
 
 def _calibration(
-    positions: int | None, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
+    positions: int | None, skips: bool, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
 ) -> Calibration | None:
     """The calibration of a latent, in any output class; None without text.
 
@@ -119,7 +119,7 @@ def _calibration(
     """
     if host.portable:
         calibration = _portable_calibration(method, calibration)
-    text = calibration_for(positions, method, calibration)
+    text = calibration_for(positions, skips, method, calibration)
     if per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return text

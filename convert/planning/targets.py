@@ -166,14 +166,10 @@ class Choice:
 
     Attributes:
         pairs: The frequencies that stay rotary.
-        pursued: Whether a pursuit found them.
-        tried: Every candidate and its error on the text; empty if there was only one.
         ranks: The rank of each layer; empty if all have one.
     """
 
-    pairs: tuple[float, ...] = ()
-    pursued: bool = False
-    tried: tuple[dict[str, Any], ...] = ()
+    pairs: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
 
     def rotary(self, of: Rotary) -> Rotary:
@@ -182,14 +178,13 @@ class Choice:
 
     def allocation(self, target: LatentTarget, rotary: Rotary, layer: int) -> Allocation:
         """What a method factors a layer to; `rotary` is the source's rotary embedding."""
-        allocation = target.allocation(rotary).keeping(self.pairs, self.pursued)
+        allocation = replace(target.allocation(rotary), pairs=self.pairs)
         return replace(allocation, rank=self.ranks[layer]) if self.ranks else allocation
 
     def facts(self) -> dict[str, Any]:
         """The entries of conversion.json for a latent."""
-        tried = {"rotary_frequencies_tried": list(self.tried)} if self.tried else {}
         ranks = {"kv_lora_ranks": list(self.ranks)} if self.ranks else {}
-        return {"rotary_frequencies": list(self.pairs), **tried, **ranks}
+        return {"rotary_frequencies": list(self.pairs), **ranks}
 
 
 Target = GroupedTarget | LatentTarget

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from records import factored, factored_behind_norms, inputs, loss, record, run
+from records import blocks_of, factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
 from attention.forward import (
+    Block,
     attention_by_distance,
     attention_output,
     attention_received,
@@ -93,7 +94,7 @@ ROUNDED: dict[str, Record] = {
 def test_outputs_are_the_references(case: str) -> None:
     a = (RECORDS | ROUNDED)[case]
     for x in (inputs(20), inputs(20, tokens=1, blocks=3)):
-        found = attention_output(a, x)
+        found = attention_output(a, blocks_of(x))
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
 
@@ -104,25 +105,25 @@ def test_windows_are_seen_in_every_span(window: int, softcap: float | None, monk
     monkeypatch.setattr("attention.forward._SPAN", 4)
     scoring, x = Scoring(window=window, softcap=softcap), inputs(20)
     for a in (dataclasses.replace(record(2, 3), scoring=scoring), dataclasses.replace(factored(), scoring=scoring)):
-        torch.testing.assert_close(attention_output(a, x).double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(attention_output(a, blocks_of(x)).double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_a_sample_in_half_precision_is_computed_in_single() -> None:
     a, x = record(), inputs(20).bfloat16()
-    torch.testing.assert_close(attention_output(a, x), attention_output(a, x.float()), rtol=0, atol=0)
+    torch.testing.assert_close(attention_output(a, blocks_of(x)), attention_output(a, blocks_of(x.float())), rtol=0, atol=0)
 
 
 def test_the_error_is_squared_relative_to_the_sources_output() -> None:
     a, b, x = record(), record(seed=1), inputs(20)
-    assert output_error(a, b, x) == pytest.approx(loss(a, b, x) ** 2, rel=1e-4)
-    assert output_error(a, a, x) == 0
+    assert output_error(a, b, blocks_of(x)) == pytest.approx(loss(a, b, x) ** 2, rel=1e-4)
+    assert output_error(a, a, blocks_of(x)) == 0
 
 
 @pytest.mark.parametrize("case", RECORDS)
 def test_what_heads_attend_to_gives_the_references_outputs(case: str) -> None:
     """Also some of the heads alone, and some of the queries."""
     a, x = RECORDS[case], inputs(20)[0]
-    heads, some = heads_of(a, x), torch.tensor([0, 3, 20])
+    heads, some = heads_of(a, Block.from_start(x)), torch.tensor([0, 3, 20])
     values, contexts = values_of(a, heads), []
     for head in range(len(heads.plain)):
         logits, weights = heads.logits(head), heads.attention(head)
@@ -138,40 +139,48 @@ def test_what_heads_attend_to_gives_the_references_outputs(case: str) -> None:
 def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
     a, x = record(2, 3), inputs(20, tokens=9)[0]
-    found = attention_received(a, x)
-    heads = heads_of(a, x)
+    found = attention_received(a, Block.from_start(x))
+    heads = heads_of(a, Block.from_start(x))
     expected = torch.stack([heads.attention(head) for head in range(len(a.q))]).sum((0, 1)) / len(a.q)
     torch.testing.assert_close(found, expected.double(), rtol=1e-4, atol=1e-6)
     assert float(found.mean()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])
-def test_attention_is_averaged_by_distance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_summed_by_distance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
-    a, x = RECORDS[case], inputs(20, tokens=9, blocks=3)
+    a, skipping = RECORDS[case], (0, 1, 2, 5, 6, 7, 8, 29, 30)
     assert isinstance(a, Attention)
-    near = attention_by_distance(a, x)
-    assert near.dtype == torch.float64
-    assert near.shape == (len(a.q), 9)
-    found: dict[tuple[int, int], list[float]] = {}
-    for block in x:
+    blocks = [*blocks_of(inputs(20, tokens=9, blocks=2)), Block(inputs(20, tokens=9, blocks=1)[0], skipping)]
+    found, expected = attention_by_distance(a, blocks), torch.zeros(len(a.q), 31, dtype=torch.float64)
+    for block in blocks:
         heads = heads_of(a, block)
         for head in range(len(a.q)):
             weights = heads.attention(head)
             for t in range(9):
-                for s, weight in enumerate(weights[t, : t + 1]):
-                    if s > 0:  # a block's first token is left out
-                        found.setdefault((head, t - s), []).append(float(weight))
-    for head in range(len(a.q)):
-        expected = [sum(found[head, d]) / len(found[head, d]) for d in range(8)] + [0]
-        torch.testing.assert_close(near[head], torch.tensor(expected).double(), rtol=1e-4, atol=1e-6)
+                for s in range(1, t + 1):  # a block's first token is left out
+                    expected[head, block.positions[t] - block.positions[s]] += float(weights[t, s])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_positions_that_skip_turn_as_in_the_class() -> None:
+    """A query after a skip attends before it, with RoPE's angles between both."""
+    a, x = record(2, 2, 3), inputs(20, tokens=9, blocks=1)[0]
+    positions = [0, 1, 2, 3, 4, 55, 56, 57, 58]
+    long = inputs(20, tokens=59, blocks=1)[0]
+    long[positions] = x
+    weights = torch.stack([heads_of(a, Block.from_start(long)).logits(head) for head in range(4)])[:, positions][
+        :, :, positions
+    ]
+    found = torch.stack([heads_of(a, Block(x, positions)).logits(head) for head in range(4)])
+    torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-4)
 
 
 def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
     a = record(2, 2, 2, 0, 20, biased=False)
     silent = dataclasses.replace(a, o=torch.zeros_like(a.o))
-    assert output_error(silent, silent, inputs(20)) == 0
-    assert output_error(silent, a, inputs(20)) > 1e6
+    assert output_error(silent, silent, blocks_of(inputs(20))) == 0
+    assert output_error(silent, a, blocks_of(inputs(20))) > 1e6
 
 
 def test_no_class_has_both_slopes_and_a_cap() -> None:
@@ -184,5 +193,5 @@ def test_outputs_and_where_heads_look_take_no_derivative_of_a_norm(monkeypatch: 
     a = record(norm="head")
     monkeypatch.delattr(QKNorm, "linearised")
     x = inputs(a.q.shape[-1])
-    assert attention_output(a, x).isfinite().all()
-    assert heads_of(a, x[0]).part(slice(0, 2)).queries.isfinite().all()
+    assert attention_output(a, blocks_of(x)).isfinite().all()
+    assert heads_of(a, Block.from_start(x[0])).part(slice(0, 2)).queries.isfinite().all()

@@ -177,14 +177,6 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
     torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], rotated, rtol=1e-11, atol=1e-11)
 
 
-def test_between_two_frequencies_is_the_one_with_the_same_ratio_to_both() -> None:
-    whole = Rotary(torch.tensor([8.0, 2.0, 1.0]).double(), "half", 1.25, torch.tensor([0.8, 0.2, 0.1]).double(), 64)
-    chosen = whole.select([0.5, 1, 1.25, 2], "interleaved")
-    assert chosen.frequencies.tolist() == pytest.approx([4, 2, 2 * 2**-0.25, 1])
-    assert chosen.long_frequencies is not None
-    assert chosen.long_frequencies.tolist() == pytest.approx([0.4, 0.2, 0.2 * 2**-0.25, 0.1])
-
-
 # ---- longrope ------------------------------------------------------------------------------------------------------
 
 

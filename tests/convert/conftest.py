@@ -9,8 +9,6 @@ import pytest
 import torch
 from written import characters
 
-from convert.execute import deciding
-
 WORDS = ("cat", "mat", "sat", "flat", "once", "upon", "a", "time", "there", "was", "the", "and", "of", "moon", "tree", "ran")
 
 
@@ -39,9 +37,3 @@ def letters(tmp_path: Path) -> Path:
 def on(letters: Path) -> list[Any]:
     """The options that name it, for a few short blocks."""
     return ["--text", letters, "--calibration-tokens", 256, "--calibration-context", 32]
-
-
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A latent has the first frequencies that its method offers: to try all takes half of a conversion."""
-    monkeypatch.setattr(deciding, "_errors", lambda job, target, offers, statistics: list(map(float, range(len(offers)))))

@@ -47,7 +47,6 @@ WAYS: dict[str, tuple[Any, str, int, list[Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("place", WAYS)
 def test_an_interrupted_run_says_how_to_go_on(
     place: str, shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +148,6 @@ def test_heads_that_stay_are_balanced_without_changing_the_model(
     assert read(out / "conversion.json")["recipe"]["gqa"]["cache_dtype"] == "int4"
 
 
-@pytest.mark.usefixtures("untried")
 def test_fits_go_through_the_rounding_of_the_cache(shelf: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
     """Over a latent of two bits, what was fitted through its rounding loses less than what was not."""
     size, losses = ["--kv-lora-rank", 24, "--qk-rope-head-dim", 8], []

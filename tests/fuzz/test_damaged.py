@@ -39,7 +39,7 @@ def fail(*lines: str) -> None:
         (lambda: click.echo("fine"), None),
         (lambda: fail("error: one", "hint: two"), None),
     ],
-    ids=str,
+    ids=["traceback", "hang", "exit code", "two lines", "no error", "escape", "fine", "a hint"],
 )
 def test_what_must_never_happen_is_seen(body: Any, wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(damaged, "LIMIT", 1)

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from records import random, record
+from records import blocks_of, random, record
 from refitting import SEEN, X, changed, fit_of, latent, merged, sources
 
-from attention.forward import Heads, heads_of, output_error
+from attention.forward import Block, Heads, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
@@ -19,7 +19,7 @@ from convert.calibration.refit import _Search
 
 
 def with_fitted_keys(before: Attention, after: Record) -> Record:
-    return _Search(before, X).closer(after, fitted_keys(after, X, sources(before, X), SEEN.seen))
+    return _Search(before, blocks_of(X)).closer(after, fitted_keys(after, blocks_of(X), sources(before, X), SEEN.seen))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_keys_that_were_spoilt_are_restored(a: Attention, name: str) -> None:
     kept = getattr(whole, name)
     spoilt = dataclasses.replace(whole, **{name: kept + 0.3 * random(*kept.shape, seed=5) * kept.std()})
     fitted = with_fitted_keys(a, spoilt)
-    assert output_error(a, spoilt, X) > 1e-3
-    assert output_error(a, fitted, X) < 0.2 * output_error(a, spoilt, X)
+    assert output_error(a, spoilt, blocks_of(X)) > 1e-3
+    assert output_error(a, fitted, blocks_of(X)) < 0.2 * output_error(a, spoilt, blocks_of(X))
     assert changed(fitted, spoilt) == {name}
 
 
@@ -61,8 +61,10 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     leaf = (0.1 * random(*kept.shape, seed=5)).requires_grad_(True)
     rows = kept.float() + leaf
     moved = {"k_rope": rows[0]} if isinstance(after, FactoredAttention) else {"k": rows}
-    source = heads_of(a, X[0])
-    (expected,) = torch.autograd.grad(squared_error(source, heads_of(dataclasses.replace(after, **moved), X[0])), leaf)
+    source = heads_of(a, Block.from_start(X[0]))
+    (expected,) = torch.autograd.grad(
+        squared_error(source, heads_of(dataclasses.replace(after, **moved), Block.from_start(X[0]))), leaf
+    )
     fit = fit_of(source, after, X[0], len(kept), fitted_spans(4, [X.shape[1]])[0])
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -76,8 +78,8 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     assert after.k_norm is not None
     rows, gain = after.k.clone().requires_grad_(True), after.k_norm.gain.clone().requires_grad_(True)
     moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
-    source = heads_of(a, x)
-    by_rows, by_gain = torch.autograd.grad(squared_error(source, heads_of(moved, x)), (rows, gain))
+    source = heads_of(a, Block.from_start(x))
+    by_rows, by_gain = torch.autograd.grad(squared_error(source, heads_of(moved, Block.from_start(x))), (rows, gain))
     parts = fitted_spans(4, [len(x)])[0]
     for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
         found = -fit_of(source, after, x, 2, parts, kind).wanted
@@ -90,19 +92,19 @@ def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -
     assert a.k_norm is not None
     spoilt = dataclasses.replace(a, k=a.k + 0.1 * random(*a.k.shape, seed=5) * a.k.std())
     fitted = with_fitted_keys(a, with_fitted_keys(a, spoilt))  # steps of Gauss and Newton
-    assert output_error(a, spoilt, X) > 1e-4
-    assert output_error(a, fitted, X) < 0.3 * output_error(a, spoilt, X)
+    assert output_error(a, spoilt, blocks_of(X)) > 1e-4
+    assert output_error(a, fitted, blocks_of(X)) < 0.3 * output_error(a, spoilt, blocks_of(X))
     dull = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain=0.8 * a.k_norm.gain))
-    restored = _Search(a, X).closer(dull, fitted_gains(dull, X, sources(a, X)))
-    assert output_error(a, restored, X) < 0.05 * output_error(a, dull, X)
+    restored = _Search(a, blocks_of(X)).closer(dull, fitted_gains(dull, blocks_of(X), sources(a, X)))
+    assert output_error(a, restored, blocks_of(X)) < 0.05 * output_error(a, dull, blocks_of(X))
 
 
 @pytest.mark.usefixtures("in_full")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = fit_of(heads_of(a, X[0]), a, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
-    queries_ = heads_of(a, X[0]).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
+    fit = fit_of(heads_of(a, Block.from_start(X[0])), a, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
+    queries_ = heads_of(a, Block.from_start(X[0])).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
     for half in power.unbind(1 if pairing == "half" else 2):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from records import inputs, loss, measured, random, record, run
+from records import blocks_of, inputs, loss, measured, random, record, run
 from refitting import SEEN, X, any_refit, changed, fit_of, latent, merged, refitted_queries
 
-from attention.forward import heads_of, output_error
+from attention.forward import Block, heads_of, output_error
 from attention.record import Attention, Record
 from attention.rope import Pairing
 from convert.calibration import keys, refit, values
@@ -33,7 +33,7 @@ def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
     a = record(4, share, pairs, nope, 20, pairing, biased, factor, seed)  # type: ignore[arg-type]
     after: Record = merged(a, 2, method) if method in ("aligned", "mean") else latent(a, 6, (0,), method)
     fitted, others = all_refitted(a, after), X[Blocks.whole(X).parted()[1]]
-    assert output_error(a, fitted, others) <= output_error(a, after, others)
+    assert output_error(a, fitted, blocks_of(others)) <= output_error(a, after, blocks_of(others))
 
 
 def test_a_refit_does_much_better_than_queries_alone_where_there_is_something_to_gain() -> None:
@@ -41,7 +41,7 @@ def test_a_refit_does_much_better_than_queries_alone_where_there_is_something_to
     a = record(4, 1, 3, 2, 20)
     after = merged(a, 1, "mean")
     fitted, alone = refitted(a, after, Blocks.whole(x), measured(x).attended), refitted_queries(a, after, x)
-    assert output_error(a, fitted, other) < 0.9 * output_error(a, alone, other)
+    assert output_error(a, fitted, blocks_of(other)) < 0.9 * output_error(a, alone, blocks_of(other))
 
 
 @pytest.mark.parametrize(("biased", "pairing"), [(False, "half"), (True, "interleaved")])
@@ -64,7 +64,7 @@ def test_all_but_sinks_is_fitted_also_through_a_norm(kind: dict[str, Any]) -> No
     fitted = refitted(a, after, Blocks.whole(x), measured(x).attended)
     assert changed(fitted, after) == {"q", "q_bias", "k", "v", *(["k_norm"] if "norm" in kind else [])}
     values_alone = dataclasses.replace(after, v=fitted.v)
-    assert output_error(a, fitted, other) < 0.9 * output_error(a, values_alone, other)
+    assert output_error(a, fitted, blocks_of(other)) < 0.9 * output_error(a, values_alone, blocks_of(other))
     assert loss(a, all_refitted(a, a), X) < 1e-5
 
 
@@ -76,7 +76,11 @@ def test_sums_of_many_rounded_products_are_not_rounded(part: Any, monkeypatch: p
     after, spans, found = merged(a, 2), fitted_spans(4, [600])[0], []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(part, "rough", lambda device, dtype=dtype: dtype)
-        fit: Any = fit_of(heads_of(a, x), after, x, 2, spans) if part is keys else values._ValueFit.of(after, x, lacking, spans)
+        fit: Any = (
+            fit_of(heads_of(a, Block.from_start(x)), after, x, 2, spans)
+            if part is keys
+            else values._ValueFit.of(after, Block.from_start(x), lacking, spans)
+        )
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):
         assert float((rounded - exact).norm() / exact.norm()) < 0.01

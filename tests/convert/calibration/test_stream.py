@@ -83,11 +83,31 @@ def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -
     close([found], seen_by(model, blocks)[1])
 
 
+def test_positions_may_skip(tmp_path: Path) -> None:
+    """A mask shows what is before a skip, which transformers would take for another text."""
+    model, rows = model_of("llama"), blocks_of(2, 12)
+    positions = torch.stack((torch.arange(12), torch.arange(12) + 70 * (torch.arange(12) > 6)))
+    expected = seen_by(model, rows, position_ids=positions, attention_mask=torch.ones_like(positions))
+    hidden = rows.clone()
+    hidden[1, :7] = 1
+    changed = seen_by(model, hidden, position_ids=positions, attention_mask=torch.ones_like(positions))
+    assert not torch.allclose(changed[2][1, 7:], expected[2][1, 7:]), "a query after the skip attends before it"
+    stream = stream_of(model, tmp_path / "spool", Blocks(rows, (1, 1), tuple(positions.tolist())))
+    stream.embed()
+    for layer in range(3):
+        close(observed(stream, layer), expected[layer])
+        moments = Moments(layer, stream, records_of(model)(layer))
+        stream.advance(layer, moments.see)
+    sample = moments.statistics().sample
+    assert sample is not None
+    assert list(map(list, sample.positions)) == positions.tolist()
+
+
 def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each starts at position 0 and sees nothing of the one before it, in whatever batches they run."""
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 24)  # two rows
     model, rows = model_of("gemma2", **WINDOWS), blocks_of(7, 12)
-    text = Blocks(rows, (1, 1, 1, 3, 3, 3, 3))
+    text = Blocks.cut(rows, (1, 1, 1, 3, 3, 3, 3))
     whole, short = seen_by(model, rows[:3]), seen_by(model, rows[3:].reshape(-1, 4))
     stream = stream_of(model, tmp_path / "spool", text)
     stream.embed()
@@ -103,9 +123,9 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
         assert sample.cuts == (1, 1, 3, 3, 3)
         expected = [whole[layer][0], whole[layer][2], *short[layer][:6], *short[layer][9:]]
         for block, x in zip(sample.blocks, expected, strict=True):
-            torch.testing.assert_close(block.float(), x, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(block.x.float(), x, rtol=1e-2, atol=1e-2)
     one, other = stream.select(3, [6, 0])
-    assert (one.shape, other.shape) == ((1, 12, 64), (3, 4, 64))
+    assert (one.hidden.shape, other.hidden.shape) == ((1, 12, 64), (3, 4, 64))
 
 
 # ---- any checkpoint --------------------------------------------------------------------------------------------------
@@ -157,7 +177,7 @@ def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str,
     attended: list[torch.Tensor] = []
     stream.advance(0, attended=lambda batch, inputs, added: attended.append(added))
     torch.testing.assert_close(read @ weights["model.layers.0.self_attn.o_proj.weight"].T, attended[0])
-    torch.testing.assert_close(hidden, stream.batch(1, 0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden, stream.batch(1, 0).hidden, rtol=1e-4, atol=1e-4)
     assert unloaded(stream)
 
 

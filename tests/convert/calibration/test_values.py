@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from records import random, record, run
+from records import blocks_of, random, record, run
 from refitting import SEEN, X, changed, merged
 
-from attention.forward import output_error
+from attention.forward import Block, output_error
 from attention.record import Attention
 from convert.calibration import values
 from convert.calibration.least_squares import fitted_spans
@@ -18,7 +18,7 @@ from convert.calibration.values import fitted_values
 
 
 def with_fitted_values(before: Attention, after: Attention) -> Attention:
-    fitted = _Search(before, X).closer(after, fitted_values(before, after, X, SEEN.read))
+    fitted = _Search(before, blocks_of(X)).closer(after, fitted_values(before, after, blocks_of(X), SEEN.read))
     assert isinstance(fitted, Attention)
     return fitted
 
@@ -29,8 +29,8 @@ def test_values_that_were_spoilt_are_restored(biased: bool, groups: int) -> None
     a = record(groups, 4 // groups, 3, 2, 20, biased=biased)
     spoilt = dataclasses.replace(a, v=a.v + 0.3 * random(*a.v.shape, seed=5) * a.v.std())
     fitted = with_fitted_values(a, spoilt)
-    assert output_error(a, spoilt, X) > 1e-2
-    assert output_error(a, fitted, X) < 0.1 * output_error(a, spoilt, X)
+    assert output_error(a, spoilt, blocks_of(X)) > 1e-2
+    assert output_error(a, fitted, blocks_of(X)) < 0.1 * output_error(a, spoilt, blocks_of(X))
     assert changed(fitted, spoilt) == {"v"}
 
 
@@ -46,7 +46,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(sinks: bool, monkey
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)
     (expected,) = torch.autograd.grad(0.5 * lacking.square().sum(), leaf)
     parts = fitted_spans(8, [X.shape[1]])[0]
-    fit = values._ValueFit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
+    fit = values._ValueFit.of(after, Block.from_start(x[0]), (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -56,4 +56,6 @@ def test_a_fit_brings_the_outputs_that_it_sees_closer() -> None:
     """All groups together: each by itself, they would compensate for the same loss again and again."""
     a = record(4, 1, 3, 0, 20, norm="all")
     after = merged(a, 2)
-    assert output_error(a, fitted_values(a, after, X, SEEN.read)(1.0), X) < 0.9 * output_error(a, after, X)
+    assert output_error(a, fitted_values(a, after, blocks_of(X), SEEN.read)(1.0), blocks_of(X)) < 0.9 * output_error(
+        a, after, blocks_of(X)
+    )

@@ -22,7 +22,7 @@ SAID = "calibrated for 32 of its source's 128 positions: beyond, its text may be
 def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, warned: Callable[[], list[str]]) -> None:
     made, whole = finished("latent with text"), finished("heads")
     source, out = made.source, made.path
-    assert f"{SAID} (--calibration-context N calibrates for N)" in made.stdout.splitlines()
+    assert f"{SAID} (--max-context N is for N)" in made.stdout.splitlines()
     assert made.provenance.items() >= POSITIONS.items()
     assert made.config.items() >= POSITIONS.items()
     assert f"\n**This model is {SAID}.**\n" in made.card
@@ -110,7 +110,7 @@ def test_a_conversion_is_repeated_from_its_provenance(
     assert (provenance["calibration_hash"] is None) == (method in ("svd", "weighted"))
     if method == "pca":
         texts = [{"text": "text.txt", "tokens": 1000, "hash": provenance["calibration_hash"]}]
-        blocks = {"tokens": 1000, "context": 50, "block_lengths": [50], "max_context": 50}
+        blocks = {"tokens": 1000, "context": 50, "block_lengths": [50], "max_context": 50, "reach": None}
         assert provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
 
 
@@ -118,7 +118,7 @@ def test_a_text_in_shorter_blocks_is_another_calibration(finished: Find, convert
     """Heads are repeated, too, with what measured them."""
     made = finished("heads with text")
     texts = [{"text": "text.txt", "tokens": 256, "hash": made.provenance["calibration_hash"]}]
-    blocks = {"tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
+    blocks = {"tokens": 256, "context": 32, "block_lengths": [32], "max_context": 128, "reach": 128}
     assert made.provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
     recipe = made.provenance["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
@@ -126,15 +126,14 @@ def test_a_text_in_shorter_blocks_is_another_calibration(finished: Find, convert
     same_but_for_the_run(made.path, tmp_path / "again")
 
 
-def test_a_longer_context_is_a_choice_of_its_own(shelf: Make, convert: Convert, letters: Path, tmp_path: Path) -> None:
+def test_a_shorter_context_is_a_choice_of_its_own(shelf: Make, convert: Convert, letters: Path, tmp_path: Path) -> None:
     command = ("mla", shelf(head_dim=16), tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--text", letters)
-    command += ("--calibration-tokens", 512, "--calibration-context", 32, "--max-context", 128)
-    assert "in blocks of 32 for contexts of 128" in ok(convert(*command, "--dry-run")).stdout
+    command += ("--calibration-tokens", 512, "--calibration-context", 32, "--max-context", 64)
+    assert "in blocks of 32 for contexts of 64" in ok(convert(*command, "--dry-run")).stdout
     ok(convert(*command))
     found = read(tmp_path / "out" / "conversion.json")
-    assert found["calibration"]["max_context"] == found["recipe"]["mla"]["max_context"] == 128
-    assert "rotary_frequencies_tried" not in found, "short blocks cannot tell which is better in a long context"
-    assert found["rotary_frequencies"] != sorted(found["rotary_frequencies"]), "atoms, in the order of the pursuit"
+    assert found["calibration"]["max_context"] == found["recipe"]["mla"]["max_context"] == 64
+    assert read(tmp_path / "out" / "config.json")["max_position_embeddings"] == 64
 
 
 def test_a_conversion_is_repeated_from_another_directory(

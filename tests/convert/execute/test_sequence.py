@@ -35,7 +35,6 @@ def nats_lost(path: Path, source: Path, letters: Path) -> float:
     return float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
 
 
-@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("command", SIZES)
 def test_each_step_brings_the_result_closer_and_touches_nothing_else(
     command: str, shelf: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path

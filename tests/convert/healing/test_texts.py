@@ -108,7 +108,7 @@ def test_it_is_read_again_where_its_file_is_given(
     given = {"text": healed.output / OWN_TEXT, "dry_run": True} | sizes
     texts = TrainingTexts.read(heal(converted, tmp_path / "out", **given).plan)
     assert texts.rows_to_write == 0
-    assert torch.equal(texts.known.blocks, load_file(healed.output / OWN_TEXT)["ids"].long())
+    assert torch.equal(texts.known.tokens.ids.view(-1, 16), load_file(healed.output / OWN_TEXT)["ids"].long())
 
 
 def test_without_text_the_teacher_writes_all_of_it(converted: Path, sizes: dict[str, Any], tmp_path: Path) -> None:
@@ -133,3 +133,12 @@ def test_texts_that_cannot_be_trained_on_are_refused(
     with pytest.raises(Failure, match=says):
         heal(path, tmp_path / "out", text=texts or text, **sizes)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_every_other_block_retrieves_over_all_positions() -> None:
+    plain = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1)
+    text = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1, reach=4096)
+    assert torch.equal(text.blocks[::2], plain.blocks[::2])
+    assert (text.positions[::2] == torch.arange(64)).all()
+    assert not torch.equal(text.blocks[1::2], plain.blocks[1::2])
+    assert 2000 < int(text.positions.max()) < 4096

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from records import factored, inputs, loss, measured, record
+from records import blocks_of, factored, inputs, loss, measured, record
 
 from attention.encoding import decode, encode
 from attention.formats import FORMATS
-from attention.forward import attention_output, heads_of, output_error, values_of
+from attention.forward import Block, attention_output, heads_of, output_error, values_of
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing
 from convert.methods import balanced as balancing
@@ -31,10 +31,10 @@ def uneven(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Stati
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_balanced_latent_gives_the_same_outputs(biased: bool) -> None:
     a, x, statistics = uneven(biased)
-    expected = attention_output(a, x)
+    expected = attention_output(a, blocks_of(x))
     for size in (1, 1e-12, 1e12):
         found = balanced(replace(a, down=a.down * size, up_k=a.up_k / size, up_v=a.up_v / size), statistics)
-        assert (attention_output(found, x) - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (attention_output(found, blocks_of(x)) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_channels_are_as_large_as_they_count() -> None:
@@ -72,15 +72,19 @@ def test_rounding_a_balanced_rope_key_costs_less(form: str, pairing: Pairing) ->
 def test_channels_whose_bits_differ_come_in_the_order_of_their_energies() -> None:
     (a, x, statistics), form = uneven(), FORMATS["mixed"]
     alike, ordered = balanced(a, statistics), balanced(replace(a, rounding=form), statistics)
-    assert (attention_output(replace(ordered, rounding=None), x) - attention_output(a, x)).abs().max() < 1e-5
+    assert (
+        attention_output(replace(ordered, rounding=None), blocks_of(x)) - attention_output(a, blocks_of(x))
+    ).abs().max() < 1e-5
     sizes = balancing._moments(ordered, statistics)[0].diagonal()
     (_, none), (_, first), (_, last) = form.cut(len(sizes))
     assert (none, first, last) == (0, 8, 8)
     assert float(sizes[:8].mean()) > 2 * float(sizes[8:].mean())
     for part in (sizes[:8], sizes[8:]):
         assert float(part.max()) < 4 * float(part.mean()), "those that share a scale are alike"
-    expected = attention_output(a, x)
-    costs = [float((attention_output(replace(b, rounding=form), x) - expected).square().sum()) for b in (ordered, alike)]
+    expected = attention_output(a, blocks_of(x))
+    costs = [
+        float((attention_output(replace(b, rounding=form), blocks_of(x)) - expected).square().sum()) for b in (ordered, alike)
+    ]
     assert costs[0] < costs[1]
 
 
@@ -98,10 +102,10 @@ def divided(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Stat
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_latent_that_its_norm_divides_is_balanced_by_turns_and_gains(biased: bool) -> None:
     a, x, statistics = divided(biased)
-    found, expected = balanced(a, statistics), attention_output(a, x)
-    assert (attention_output(found, x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    found, expected = balanced(a, statistics), attention_output(a, blocks_of(x))
+    assert (attention_output(found, blocks_of(x)) - expected).abs().max() < 1e-5 * expected.abs().max()
     torch.testing.assert_close(found.down.T @ found.down, a.down.T @ a.down, rtol=0, atol=1e-6)  # of one size, for all x
-    assert (attention_output(balanced(found, statistics), x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (attention_output(balanced(found, statistics), blocks_of(x)) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert found.gain is not None
     assert torch.equal(found.gain.bfloat16().float(), found.gain)
 
@@ -194,7 +198,7 @@ def test_rounding_balanced_heads_costs_less(form: str) -> None:
 def test_cached_heads_have_a_size_of_about_one() -> None:
     a, x = lopsided(), inputs(20)
     a = replace(a, k=1e3 * a.k, k_bias=1e3 * a.k_bias, v=1e-3 * a.v)  # type: ignore[operator]
-    found = heads_of(balanced := balanced_heads(a, Blocks.whole(x)), x[0])
+    found = heads_of(balanced := balanced_heads(a, Blocks.whole(x)), Block.from_start(x[0]))
     for cached in (found.kept_rope, values_of(balanced, found)):
         assert 0.3 < float(cached.square().mean().sqrt()) < 3
 

@@ -18,7 +18,8 @@ def test_every_other_row_is_cut_into_four() -> None:
     assert text.rows[:, 0].tolist() == [0, 2048, 4096, 1024, 3072], "those of one length are neighbours"
     assert (text.cuts, text.context, text.lengths) == ((1, 1, 1, 4, 4), 1024, [1024, 256])
     assert [len(block) for block in text.blocks] == [1024] * 3 + [256] * 8
-    assert torch.cat(text.blocks).tolist() == text.rows.flatten().tolist()
+    assert torch.cat([block.x for block in text.blocks]).tolist() == text.rows.flatten().tolist()
+    assert all(list(block.positions) == list(range(len(block))) for block in text.blocks)
 
 
 def test_what_would_be_short_is_not_cut() -> None:
@@ -26,7 +27,7 @@ def test_what_would_be_short_is_not_cut() -> None:
         text = Blocks.mixed(rows(4, context))
         assert (text.cuts, text.lengths) == ((1,) * 4, [context])
     assert Blocks.mixed(rows(1, 1024)).cuts == (1,)
-    assert Blocks.whole(rows(3, 128)).blocks[1].tolist() == list(range(128, 256))
+    assert Blocks.whole(rows(3, 128)).blocks[1].x.tolist() == list(range(128, 256))
 
 
 def test_many_rows_stay_whole() -> None:
@@ -48,7 +49,7 @@ def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int
     assert [row for batch in batches for row in batch] == list(range(count))
     assert all(len(batch) * 1024 <= max(1024, tokens) for batch in batches)
     shaped = [text.shaped(batch, text.rows[batch]) for batch in batches]
-    assert [block.tolist() for part in shaped for block in part] == [block.tolist() for block in text.blocks]
+    assert [block.tolist() for part in shaped for block in part] == [block.x.tolist() for block in text.blocks]
 
 
 def test_rows_of_each_length_judge() -> None:

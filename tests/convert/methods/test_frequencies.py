@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_config
 
 from attention.rope import from_config
-from convert.methods.frequencies import ladders, pairs_by_loss, pairs_by_stride
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride, pairs_on_ladder
 
 
 def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
@@ -33,12 +33,20 @@ def test_equals_are_taken_from_the_first_frequency_on() -> None:
         assert pairs_by_loss([torch.zeros(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
 
 
-def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
-    assert ladders(4, 16) == [(0, 0.5, 1, 1.5), (0, 1, 2, 3), (0, 2, 4, 6), (0, 4, 8, 12), (0, 5, 10, 15)]
-    assert ladders(16, 16) == [tuple(i / 2 for i in range(16)), tuple(range(16))]
-    assert ladders(9, 16) == [tuple(i / 2 for i in range(9)), tuple(range(9))]
-    assert ladders(1, 16) == ladders(1, 1) == [(0,)]
-    assert ladders(2, 2) == [(0, 0.5), (0, 1)]
+@pytest.mark.parametrize(
+    ("costly", "count", "ladder"),
+    [
+        ((0, 1, 2, 3), 4, (0, 1, 2, 3)),
+        ((4, 8, 12), 4, (0, 4, 8, 12)),
+        ((10, 15), 4, (0, 5, 10, 15)),
+        ((15,), 9, tuple(range(9))),
+        ((3,), 1, (0,)),
+    ],
+)
+def test_a_ladder_holds_most_of_what_is_costly(costly: tuple[int, ...], count: int, ladder: tuple[int, ...]) -> None:
+    table = torch.full((16, 2), 0.01)
+    table[list(costly), 0] = 1
+    assert pairs_on_ladder([table], count) == ladder
 
 
 def test_a_strided_choice_is_deepseeks_own_rope() -> None:

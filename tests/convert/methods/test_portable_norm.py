@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from records import factored, inputs, record
+from records import blocks_of, factored, inputs, record
 
 from attention.forward import attention_output, output_error
 from attention.record import FactoredAttention
@@ -37,11 +37,11 @@ def test_it_is_exact_where_a_constant_is_at_hand(bias: bool) -> None:
     assert found.o_bias is None
     assert found.down.shape == (10, WIDTH)
     torch.testing.assert_close(found.latent(x).norm(dim=-1), torch.ones(8, 64))
-    assert output_error(a, found, list(beside_one(inputs(WIDTH, tokens=50, blocks=2)))) < 1e-4
+    assert output_error(a, found, blocks_of(list(beside_one(inputs(WIDTH, tokens=50, blocks=2))))) < 1e-4
 
 
 def error(a: FactoredAttention, x: torch.Tensor, on: torch.Tensor) -> float:
-    return output_error(a, with_constant_norm(record(2), a, Blocks.whole(x)), list(on))
+    return output_error(a, with_constant_norm(record(2), a, Blocks.whole(x)), blocks_of(list(on)))
 
 
 def of_one_size(x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_tokens_of_zeros_add_nothing_and_silent_layers_stay_silent() -> None:
     x, a = inputs(WIDTH), latent()
     x[0, 3] = 0
     silent = dataclasses.replace(a, o=a.o * 0, o_bias=a.o[:, 0, 0] * 0)
-    assert not attention_output(with_constant_norm(record(2), silent, Blocks(x, (1, 4))), x).any()
+    assert not attention_output(with_constant_norm(record(2), silent, Blocks.cut(x, (1, 4))), blocks_of(x)).any()
     found = with_constant_norm(record(2), a, Blocks.whole(x))
     assert not found.latent(x)[0, 3].any()
-    assert torch.isfinite(attention_output(found, x)).all()
+    assert torch.isfinite(attention_output(found, blocks_of(x))).all()

@@ -54,7 +54,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
         "mla": {
             "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
             "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
-            "calibration_context": 64, "refit": True, "refine": 3, "heal": 0,
+            "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
         }
     }  # fmt: skip
     assert json.loads(json.dumps(found)) == found
@@ -199,7 +199,7 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(checkpoint: Make, tmp_pa
         ({"tokens": 128}, {"calibration_tokens", "calibration_hashes"}),
         ({"refit": False}, {"refit"}),
         ({"refine": 2}, {"refine"}),
-        ({"method": "mean", "refit": True}, {"method"}),
+        ({"method": "mean", "refit": True}, {"method", "max_context"}),
         ({"heal": 640}, set()),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "differing",

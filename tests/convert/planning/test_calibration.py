@@ -11,6 +11,7 @@ import pytest
 
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
+from convert.planning.allowed import convertible
 from convert.planning.calibration import (
     Calibration,
     CalibrationOptions,
@@ -30,7 +31,8 @@ METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
 
 
 def decided(source: Source, method: str = "weighted", **options: Any) -> Calibration | None:
-    return calibration_for(source.max_positions, METHODS[method], CalibrationOptions(**options))
+    skips = convertible(source).skips
+    return calibration_for(source.max_positions, skips, METHODS[method], CalibrationOptions(**options))
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
@@ -57,7 +59,8 @@ def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
     healed = None if refit else 0  # the device decides
-    assert found == Calibration(TEXT, 32768, 128, refit, 0, 128, healed), "blocks are no longer than the model's positions"
+    expected = Calibration(TEXT, 32768, 128, refit, 0, 128, 128 if refit else None, healed)
+    assert found == expected, "blocks are no longer than the model's positions"
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
 
@@ -67,12 +70,12 @@ OWN_TEXT = texts_of("self", None)
 @pytest.mark.parametrize(
     ("limit", "options", "sizes"),
     [
-        (8192, {"texts": OWN_TEXT}, (65536, 512, 2048)),
+        (8192, {"texts": OWN_TEXT}, (65536, 512, 8192)),
         (1024, {"texts": OWN_TEXT}, (65536, 512, 1024)),
         (128, {"texts": OWN_TEXT}, (65536, 128, 128)),
-        (8192, {"texts": OWN_TEXT, "context": 256}, (65536, 256, 256)),
+        (8192, {"texts": OWN_TEXT, "context": 256}, (65536, 256, 8192)),
         (8192, {"texts": OWN_TEXT, "max_context": 512}, (65536, 512, 512)),
-        (8192, {"texts": texts_of(["self", Path("some.txt")], None)}, (65536, 512, 2048)),
+        (8192, {"texts": texts_of(["self", Path("some.txt")], None)}, (65536, 512, 8192)),
     ],
 )
 def test_a_models_own_text_is_many_short_ones(
@@ -86,7 +89,7 @@ def test_a_models_own_text_is_many_short_ones(
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
     found = decided(source(), texts=TEXT, tokens=500, context=50, refit=False, refine=3, heal=640)
-    assert found == Calibration(TEXT, 500, 50, False, 3, 50, 640)
+    assert found == Calibration(TEXT, 500, 50, False, 3, 128, 128, 640)
     assert found.in_sequence
     assert not decided(source(), texts=TEXT, refit=False).in_sequence
     for method in ("pca", "svd", "mean"):  # fitted afterwards
@@ -94,16 +97,23 @@ def test_what_is_said_is_what_is_done(source: Sources) -> None:
         assert (fitted.refit, fitted.in_sequence) == (True, True)
     for method in METHODS:
         assert method == "pca" or decided(source(), method) is None
-    longer = decided(source(), texts=TEXT, context=50, max_context=128)
-    assert (longer.context, longer.max_context) == (50, 128)
-    assert longer.as_options()["max_context"] == 128
-    assert "max_context" not in found.as_options(), "a context of one block goes without saying"
+    shorter = decided(source(), texts=TEXT, context=50, max_context=100)
+    assert (shorter.context, shorter.max_context, shorter.reach) == (50, 100, 100)
+    assert shorter.as_options()["max_context"] == 100
+
+
+def test_without_skips_a_block_shows_all_distances(source: Sources) -> None:
+    windowed = source("mistral", sliding_window=16)
+    found = decided(windowed, texts=TEXT, context=50)
+    assert (found.max_context, found.reach) == (50, 50)
+    with pytest.raises(Refusal, match="positions of this model cannot skip, and no block of 50 tokens shows"):
+        decided(windowed, texts=TEXT, context=50, max_context=60)
 
 
 def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
-    found = Calibration(TEXT, 500, 50, False, 3, 50, 64)
+    found = Calibration(TEXT, 500, 50, False, 3, 50, heal=64)
     options = {"calibration_tokens": 500, "calibration_context": 50, "refit": False, "refine": 3, "heal": 64}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options

@@ -25,7 +25,7 @@ from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=32)
+TEXT = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=32, max_context=32)
 OF = 128  # positions of the source
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, OF, OF + 1, 300)
 LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
@@ -136,7 +136,7 @@ BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", [*EVERYWHERE, *BEYOND])
 def test_a_result_says_where_it_is_calibrated_for_less(case: str, source: Sources, output: Output) -> None:
     model_type, changes, size = (EVERYWHERE | BEYOND)[case]
-    plan = planned(source(model_type, **changes), output, **size)
+    plan = planned(source(model_type, **changes), output, TEXT, **size)
     assert plan.calibrated == (None if case in EVERYWHERE else Calibrated(32, OF, 32))
     assert plan.as_dict()["calibrated_positions"] == (32 if case in BEYOND else None)
     if plan.calibrated:
@@ -160,18 +160,18 @@ def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> N
 def test_the_longest_context_counts_and_without_text_the_assumed_one(source: Sources, output: Output) -> None:
     made = source(max_position_embeddings=4096)
     assert planned(made, output, replace(TEXT, max_context=100)).calibrated == Calibrated(100, 4096, 100)
-    assert planned(made, output, replace(TEXT, context=None, tokens=None)).calibrated == Calibrated(2048, 4096, 2048)
-    own = CalibrationOptions()  # written in blocks of 512; distances go on to 2048
-    assert planned(made, output, own).calibrated == Calibrated(2048, 4096, 2048)
+    skipping = replace(TEXT, max_context=None)
+    assert planned(made, output, skipping).calibrated is None, "positions skip up to all that there are"
+    assert planned(made, output, CalibrationOptions(texts_of("self", None))).calibrated is None
     assert planned(made, output, CalibrationOptions(no_text=True)).calibrated == Calibrated(2048, 4096, 2048)
-    assert planned(made, output, TEXT, "pca", qk_rope_head_dim=8).calibrated == Calibrated(32, 4096, 32)
+    assert planned(made, output, skipping, "pca", qk_rope_head_dim=8).calibrated == Calibrated(32, 4096, 32)
 
 
 def test_a_latent_made_of_a_latent_is_calibrated_for_no_more(source: Sources, output: Output) -> None:
     made = source("deepseek_v3", calibrated_positions=16, source_positions=128, max_position_embeddings=16)
     smaller = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=8)
-    assert planned(made, output, smaller, kv_lora_rank=8).calibrated == Calibrated(8, 128, 8)
-    assert planned(made, output, replace(smaller, context=16), kv_lora_rank=8).calibrated == Calibrated(16, 128, 16)
+    assert planned(made, output, replace(smaller, max_context=8), kv_lora_rank=8).calibrated == Calibrated(8, 128, 8)
+    assert planned(made, output, smaller, kv_lora_rank=8).calibrated == Calibrated(16, 128, 16)
     assert planned(made, output, smaller, kv_lora_rank=8, qk_rope_head_dim=8).calibrated == Calibrated(16, 128, 16)
     copied = planned(made, output, smaller, kv_lora_rank=16, qk_rope_head_dim=8)
     assert copied.target.copies

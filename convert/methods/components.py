@@ -1,14 +1,13 @@
 """Rotary keys that all heads share, and the nope keys that approximate the remainder.
 
-An atom is a frequency b and one key y(x) that rotates with it. Head h's number l, z_{h,l}·x, rotates with θ_l; it becomes
-Σ_m s_{h,l,m} e^{iθ_{b_m} t} y_m + nope key, and its queries absorb conj(s). The remainder does not rotate; the best nope
-key for it is its mean over the distances at which head h attends, φ_{h,l} z_{h,l} − Σ_m φ_{h,b_m} s_{h,l,m} y_m with
-φ_{h,l} = E e^{iθ_l (s − t)}. (`Components` serve one frequency each; `convert.methods.pursuit` finds atoms for several.)
+Head h's number l, z_{h,l}·x, rotates with θ_l. At each frequency the numbers of all KV heads are combinations of components,
+one key y_m(x) each; those that lose most without RoPE stay rotary, and queries absorb conj(s) of z_{h,l} = Σ_m s_{h,l,m} y_m.
+The remainder does not rotate; the best nope key for it is its mean over the distances at which head h attends,
+φ_{h,l} (z_{h,l} − Σ_m s_{h,l,m} y_m) with φ_{h,l} = E e^{iθ_l (s − t)}. What rotates is exact at every distance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,17 +56,10 @@ class RopeKeys:
         """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
         return waves_at(rotary_of(self.attention), self.mass)
 
-    def waves_of(self, pairs: Sequence[float]) -> torch.Tensor:
-        """`[N, m]`, the same of any frequencies (`Rotary.select`)."""
-        return waves_at(rotary_of(self.attention).select(pairs, "interleaved"), self.mass)
-
     @property
     def phase(self) -> torch.Tensor:
-        """`[H, L]`, φ."""
-        return self.averaged(self.waves)
-
-    def averaged(self, waves: torch.Tensor) -> torch.Tensor:
-        """`[H, m]`, the mean of waves `[N, m]` over each head's distances."""
+        """`[H, L]`, φ: the mean of the waves over each head's distances."""
+        waves = self.waves
         return self.mass.to(waves.dtype) @ waves
 
     @property
@@ -80,16 +72,16 @@ class RopeKeys:
 
 
 @dataclass(frozen=True)
-class Atoms:
-    """The rotary keys of one layer.
+class Kept:
+    """The components of a layer that stay rotary.
 
     Attributes:
-        pairs: For each of m atoms, the number of the source's frequency that it rotates with (`Rotary.select`).
+        pairs: For each of m components, the number of its frequency.
         coefficients: `[H, L, m]` complex, s.
         keys: `[m, E + 1]` complex, y.
     """
 
-    pairs: tuple[float, ...]
+    pairs: tuple[int, ...]
     coefficients: torch.Tensor
     keys: torch.Tensor
 
@@ -109,8 +101,7 @@ class Atoms:
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
         whole = keys.phase[..., None] * keys.per_query_head(keys.z)
-        own = keys.averaged(keys.waves_of(self.pairs))
-        left = whole - (own[:, None] * self.coefficients) @ self.keys
+        left = whole - (keys.phase[:, list(self.pairs)][:, None] * self.coefficients) @ self.keys
         rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
         return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
 
@@ -144,12 +135,10 @@ class Components:
         u = u.gather(2, order[:, None].expand_as(u))
         return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)
 
-    def atoms(self, keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
-        """The costliest components of each frequency, as many as its entries in `pairs`; all of these are whole numbers."""
-        whole = [int(pair) for pair in pairs]
-        assert whole == list(pairs), "components have the source's own frequencies"
-        parts = [whole[:i].count(pair) for i, pair in enumerate(whole)]
+    def kept(self, keys: RopeKeys, pairs: tuple[int, ...]) -> Kept:
+        """The costliest components of each frequency, as many as its entries in `pairs`."""
+        parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
         coefficients = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
-        for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):
+        for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
             coefficients[:, pair, m] = self.basis[pair, :, part]
-        return Atoms(pairs, keys.per_query_head(coefficients), self.keys[whole, parts])
+        return Kept(pairs, keys.per_query_head(coefficients), self.keys[list(pairs), parts])

@@ -1,0 +1,58 @@
+"""Components and what they leave, against sums over distances."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from records import inputs, measured, record
+
+from attention.record import Attention
+from attention.rope import Rotary
+from convert.methods.components import Components, RopeKeys
+from convert.methods.latent import rotary_of
+from convert.methods.statistics import Statistics
+
+
+def keys_of(a: Attention, text: bool = True) -> RopeKeys:
+    return RopeKeys.of(a, measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2]))
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_all_components_together_are_the_keys(text: bool) -> None:
+    keys = keys_of(record(3, 2, 4, 1, 30), text)
+    every = tuple(pair for pair in range(4) for _ in range(3))
+    kept = Components.of(keys).kept(keys, every)
+    whole = torch.einsum("hlm,me->hle", kept.coefficients, kept.keys)
+    torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
+    assert not kept.rest(keys).any(), "nothing but rounding is left"
+
+
+def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
+    a = record(2, 2, 3, 0, 30)
+    keys = keys_of(a)
+    kept = Components.of(keys).kept(keys, (1,))
+    rest = torch.complex(*kept.rest(keys).unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
+    distance = torch.arange(keys.mass.shape[1], dtype=torch.float64)
+    for h in range(4):
+        left = keys.z[h // 2] - kept.coefficients[h] @ kept.keys
+        turned = torch.exp(-1j * distance[:, None] * rotary_of(a).frequencies)[..., None] * left
+        torch.testing.assert_close(rest[h], (keys.mass[h][:, None, None] * turned).sum(0), rtol=1e-9, atol=1e-9)
+
+
+def test_what_a_component_loses_is_what_not_turning_costs() -> None:
+    """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
+    keys = keys_of(record(1, 1, 4, 0, 30))
+    energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
+    expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
+    torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
+
+
+def test_phases_turn_as_the_sequence_does() -> None:
+    """LongRoPE: beyond its limit all of a sequence rotates by the long list, in the attention and in the phases."""
+    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
+    a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
+    for tokens, expected in ((20, short), (21, long)):
+        waves = RopeKeys.of(a, measured(inputs(20, tokens=tokens))).waves
+        torch.testing.assert_close(waves[1], torch.exp(-1j * expected))
