@@ -18,6 +18,7 @@ from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
+from convert.calibration.stream import positioned
 from convert.families import FAMILIES, Family
 from convert.families.separate import ROWS
 
@@ -265,3 +266,28 @@ def test_what_is_said_to_add_its_output_depends_on_the_sum_alone(model_type: str
     adds = family.traits.adds_output
     assert alike or not adds
     assert adds or not alike or changes or model_type in SOMETIMES
+
+
+# Positions of the others are learned, counted (ALiBi), or of no use beside windows.
+WHOLE = {
+    "biogpt", "bloom", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "ministral",
+    "mistral", "mpt", "olmo3", "opt", "vaultgemma", "xglm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", rows(FAMILIES))
+def test_positions_skip_where_the_family_says_so(model_type: str) -> None:
+    """Tokens before a skip stay, those behind it attend before it, and turn by how far they are from it."""
+    config, ids = tiny_config(model_type), torch.arange(4, 16)[None]
+    assert FAMILIES[model_type].of(config).skips == (model_type not in WHOLE)
+    if model_type in WHOLE:
+        return
+    model, near, far = tiny_model(config), torch.arange(12)[None].clone(), torch.arange(12)[None].clone()
+    near[:, 6:] += 50
+    far[:, 6:] += 57
+    with torch.inference_mode():
+        plain, one, other = (model(ids, use_cache=False, **positioned(at)).logits[0] for at in (None, near, far))
+        changed = model(ids + (torch.arange(12) == 2), use_cache=False, **positioned(near)).logits[0]
+    torch.testing.assert_close(one[:6], plain[:6], rtol=1e-4, atol=1e-4)
+    for found in (plain, other, changed):
+        assert (found[6:] - one[6:]).abs().max() > 1e-6
