@@ -19,7 +19,7 @@ TRANSFORMERS_latest := transformers
 # conversions of one representative of each layout.
 WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_grouped.py tests/attention/test_latent.py \
 	tests/attention/test_models.py tests/attention/test_padding.py tests/attention/test_patch.py tests/attention/test_rope.py \
-	tests/convert/checkpoint/test_loading.py tests/convert/families/test_deepseek.py \
+	tests/convert/calibration/test_stream.py tests/convert/checkpoint/test_loading.py tests/convert/families/test_deepseek.py \
 	tests/convert/families/reading tests/convert/planning/test_held.py \
 	$(patsubst %,tests/convert/healing/test_%.py,costs loss trainable trainer) tests/convert/hosts tests/convert/test_hosts.py
 

@@ -133,7 +133,7 @@ class Calibrating(TypedDict, total=False):
         int | str | None,
         Option(
             "Tokens of the longest context that the result is for: it is fitted to distances up to N.",
-            unset="all positions of MODEL",
+            unset="all positions of MODEL; --calibration-context where positions cannot skip",
             least=2,
             parse=parse_count,
         ),

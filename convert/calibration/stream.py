@@ -26,6 +26,7 @@ from eval.inputs.reader import TensorInfo
 from eval.machine.device import trim_memory
 
 _TOKENS = 4096  # tokens per forward pass, unless one row is longer
+_KNOWN = 16  # batches whose arguments are kept: masks and rotary tables take memory
 _CHECKSUM = 4  # bytes at the end of a file of inputs
 _CHUNK = 2**24  # bytes
 
@@ -295,7 +296,10 @@ class LayerStream:
         if key not in self._arguments:  # they depend only on the shape and on positions
             width = self._model.get_parameter(self._embedding).shape[1]
             with torch.no_grad(), self._loaded(self._around()):
-                self._arguments[key] = self._calls(hidden.new_zeros(*shape, width), positions)
+                calls = self._calls(hidden.new_zeros(*shape, width), positions)
+            if len(self._arguments) == _KNOWN:
+                del self._arguments[next(iter(self._arguments))]
+            self._arguments[key] = [call._replace(hidden=hidden.new_empty(0)) for call in calls]
         call = self._arguments[key][layer]
         if weights is None:
             out = module(hidden, *call.args, **call.kwargs)

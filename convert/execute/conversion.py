@@ -85,7 +85,7 @@ class Conversion(PlannedConversion):
 
 def _said(calibrated: Calibrated | None) -> list[str]:
     """For how many positions a result is calibrated, if that is not for all."""
-    return [f"{calibrated} (--max-context N is for N)"] if calibrated else []
+    return [f"{calibrated} (--calibration-context N calibrates for N)"] if calibrated else []
 
 
 def _where(plan: Plan) -> str:

@@ -288,12 +288,14 @@ class Family(ABC):
     @property
     def skips(self) -> bool:
         """Whether positions may skip within a text: they only turn RoPE, by angles that do not depend on the text's length."""
-        if self.first_rotary is None or self.spec.windows is not None:
+        rotary, layers = self.first_rotary, range(self.spec.num_layers)
+        if rotary is None or self.spec.windows is not None or unmodelled_fields(self.traits):
             return False
         parameters = getattr(self.decoder, "rope_parameters", None) or {}
         kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
-        windowed = any(self.window(layer) is not None for layer in range(self.spec.num_layers))
-        return not windowed and not kinds & {"dynamic", "longrope"}
+        long = rotary.long_frequencies
+        by_length = "dynamic" in kinds or (long is not None and not long.equal(rotary.frequencies))
+        return not by_length and all(self.window(layer) is None for layer in layers)
 
     def scoring(self, layer: int) -> Scoring:
         """Changes to the layer's scaled logits."""

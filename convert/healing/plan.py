@@ -76,6 +76,7 @@ class HealPlan:
         device: As on the command line.
         seed: For the order of blocks.
         cache_dtype: The format of the cache that the result is for, which a dtype is, too.
+        reach: The positions over which every other block retrieves: all that the result is for, where they can skip.
         model: The converted model without weights: its parameters are on the meta device.
         names: The parameters to train, with those few of which nothing may change.
     """
@@ -90,15 +91,9 @@ class HealPlan:
     device: str
     seed: int
     cache_dtype: str
+    reach: int
     model: Any = field(repr=False, compare=False)
     names: tuple[str, ...] = field(repr=False)
-
-    @property
-    def reach(self) -> int:
-        """The positions over which every other block retrieves: all that the result is for, where they can skip."""
-        before = self.converted.calibrated
-        limit = before.positions if before else self.teacher.max_positions
-        return max(limit or 0, self.context) if convertible(self.teacher).skips else self.context
 
     @property
     def batch(self) -> int:
@@ -226,7 +221,10 @@ def plan_heal(
     held_parameters(model, Reader(converted.files), names)
     tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
-    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, model, names)
+    before = converted.calibrated
+    limit = before.positions if before else source.max_positions
+    reach = max(limit or 0, context) if family.skips else context
+    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, reach, model, names)
     _check_rounding(plan)
     return plan
 

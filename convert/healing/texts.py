@@ -107,10 +107,10 @@ class TrainingText:
             aside = [start + torch.arange(len(judged.ids) // context)]
             blocks = torch.cat((blocks, judged.blocks(context)))
         positions = torch.arange(context).repeat(len(blocks), 1)
-        if reach is not None and len(blocks) > 1:
+        if reach is not None:
+            others = torch.cat([indices[1::2] for indices in (*parts, *aside)])
             blocks = blocks.clone()
-            blocks[1::2], skipping = retrieving(blocks[1::2], reach)
-            positions[1::2] = torch.tensor(skipping)
+            blocks[others], positions[others] = retrieving(blocks[others], reach)
         return cls(text, blocks, tuple(parts), torch.cat(aside), positions)
 
     def order(self, count: int, seed: int) -> torch.Tensor:

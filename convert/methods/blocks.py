@@ -52,13 +52,13 @@ class Blocks:
             return cls.whole(rows)
         return cls.cut(torch.cat((rows[::2], rows[1::2])), (1,) * len(rows[::2]) + (parts,) * len(rows[1::2]))
 
-    def beside(self, rows: torch.Tensor, positions: Sequence[Sequence[int]]) -> Blocks:
+    def beside(self, rows: torch.Tensor, positions: torch.Tensor) -> Blocks:
         """These, and whole rows that may skip positions."""
         whole = self.cuts.count(1)
         return Blocks(
             torch.cat((self.rows[:whole], rows, self.rows[whole:])),
             (1,) * len(rows) + self.cuts,
-            (*self.positions[:whole], *positions, *self.positions[whole:]),
+            (*self.positions[:whole], *positions.tolist(), *self.positions[whole:]),
         )
 
     @property

@@ -9,6 +9,7 @@ The remainder does not rotate; the best nope key for it is its mean over the dis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,7 +57,7 @@ class RopeKeys:
         """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
         return waves_at(rotary_of(self.attention), self.mass)
 
-    @property
+    @cached_property
     def phase(self) -> torch.Tensor:
         """`[H, L]`, φ: the mean of the waves over each head's distances."""
         waves = self.waves

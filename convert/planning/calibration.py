@@ -79,7 +79,7 @@ class CalibrationOptions:
 
     @property
     def text_alone(self) -> CalibrationOptions:
-        """The same without steps beyond a method, and for the context of its blocks."""
+        """The same without steps beyond a method."""
         return CalibrationOptions(self.texts, self.tokens, self.context, no_text=self.no_text)
 
 
@@ -133,7 +133,7 @@ class Calibration:
             **as_options(self.texts),
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
-            **({"max_context": self.max_context} if self.max_context != self.context else {}),
+            **({} if self.reach is None else {"max_context": self.max_context}),
             "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
             "heal": self.heal,
@@ -240,9 +240,10 @@ class CalibrationText:
     def blocks(self) -> Blocks:
         """The ids, `[n, T]`."""
         rows, reach = self.tokens.blocks(self.calibration.context), self.calibration.reach
-        if reach is None or len(rows) == 1:
+        if reach is None:
             return Blocks.mixed(rows)
-        return Blocks.mixed(rows[::2]).beside(*retrieving(rows[1::2], reach))
+        plain, others = (rows[::2], rows[1::2]) if len(rows) > 1 else (rows[:0], rows)
+        return Blocks.mixed(plain).beside(*retrieving(others, reach))
 
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""

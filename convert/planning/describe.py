@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from eval.inputs.source import Source
 
 _LIMITED = (
-    f"MLA that gives up rotary dims is made for all positions, or for --max-context N; without text, for {ASSUMED_CONTEXT}."
+    "MLA that gives up rotary dims is made for all positions where these can skip, else for those of a block; without text, "
+    f"for {ASSUMED_CONTEXT}."
 )
 
 

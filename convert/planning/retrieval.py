@@ -16,8 +16,8 @@ _BETWEEN = 8, 96  # tokens of text between two runs
 _STRETCHES = 4  # of a row, between which positions skip
 
 
-def retrieving(rows: torch.Tensor, limit: int) -> tuple[torch.Tensor, list[list[int]]]:
-    """Rows `[n, T]` in which half of the runs repeat an earlier one, and the positions of their tokens.
+def retrieving(rows: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[n, T]` in which half of the runs repeat an earlier one, and the positions of their tokens `[n, T]`.
 
     Runs are drawn with the frequencies that tokens have in these rows. Their lengths are even in the logarithm.
 
@@ -25,24 +25,28 @@ def retrieving(rows: torch.Tensor, limit: int) -> tuple[torch.Tensor, list[list[
         rows: Token ids `[n, T]`.
         limit: Positions stay below it. T for no skips.
     """
-    drawn, generator = torch.bincount(rows.flatten()).double(), torch.Generator().manual_seed(0)
-    made = [_row(row, drawn, generator) for row in rows]
-    return torch.stack(made), [_positions(rows.shape[1], limit, generator).tolist() for _ in made]
+    reached, generator = torch.bincount(rows.flatten()).double().cumsum(0), torch.Generator().manual_seed(0)
+    made, positions = rows.clone(), torch.empty_like(rows)
+    for row, places in zip(made, positions, strict=True):
+        _fill(row, reached, generator)
+        places.copy_(_positions(len(row), limit, generator))
+    return made, positions
 
 
-def _row(row: torch.Tensor, drawn: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    row, runs, longest = row.clone(), list[torch.Tensor](), min(_LONGEST, max(_SHORTEST, len(row) // 8))
-    place = _between(*_BETWEEN, generator)
+def _fill(row: torch.Tensor, reached: torch.Tensor, generator: torch.Generator) -> None:
+    """Write runs into a row; `reached` counts the tokens up to each id."""
+    runs, longest = list[torch.Tensor](), min(_LONGEST, max(_SHORTEST, len(row) // 8))
+    least, most = _BETWEEN[0], min(_BETWEEN[1], max(_BETWEEN[0], len(row) // 4))
+    place = _between(least, most, generator)
     while place < len(row):
         if runs and _chance(generator) < 0.5:
             run = runs[int(_chance(generator) * len(runs))]
         else:
-            run = drawn.multinomial(_between(_SHORTEST, longest, generator), replacement=True, generator=generator)
+            chances = torch.rand(_between(_SHORTEST, longest, generator), generator=generator, dtype=torch.float64)
+            run = torch.searchsorted(reached, chances * reached[-1], right=True)
             runs.append(run)
-        whole = run[: len(row) - place]
-        row[place : place + len(whole)] = whole
-        place += len(run) + _between(*_BETWEEN, generator)
-    return row
+        row[place : place + len(run)] = run[: len(row) - place]
+        place += len(run) + _between(least, most, generator)
 
 
 def _positions(length: int, limit: int, generator: torch.Generator) -> torch.Tensor:
