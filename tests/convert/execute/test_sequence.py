@@ -40,7 +40,7 @@ def test_each_step_brings_the_result_closer_and_touches_nothing_else(
     command: str, shelf: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
 ) -> None:
     source, lost = shelf(num_key_value_heads=8, num_hidden_layers=2), {}
-    on = [*on, "--calibration-tokens", 1024]
+    on = [*on, "--calibration-tokens", 2048]
     ways: dict[str, list[Any]] = {
         "blind": [], "method": [*on, "--no-refit"], "refit": on, "refine": [*on, "--refine", 10],
     }  # fmt: skip
