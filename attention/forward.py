@@ -1,10 +1,9 @@
-"""A record's outputs on a sample of inputs, and where it looks. Methods choose between results by it."""
+"""A record's outputs on a sample of inputs. Methods choose between results by them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch.linalg import multi_dot
@@ -30,11 +29,6 @@ class Block:
     x: torch.Tensor
     positions: Sequence[int]
 
-    @classmethod
-    def from_start(cls, x: torch.Tensor) -> Block:
-        """A text from position 0 on, without skips."""
-        return cls(x, range(len(x)))
-
     def __len__(self) -> int:
         return len(self.x)
 
@@ -55,37 +49,6 @@ def output_error(before: Record, after: Record, blocks: Sequence[Block]) -> floa
     return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
 
 
-def attention_by_distance(attention: Attention, blocks: Sequence[Block]) -> torch.Tensor:
-    """How much attention each head pays to tokens t − s = 0 … N − 1 positions back, summed over queries, `[H, N]` fp64.
-
-    The first token of a block is left out: many models rest much of their attention on it, however far back it is.
-
-    Args:
-        attention: The record.
-        blocks: The largest of their positions is N − 1.
-    """
-    longest = max(block.positions[-1] for block in blocks) + 1
-    total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].x.device)
-    for block in blocks:
-        heads, parts = heads_of(attention, block.float()), _straight(block.positions)
-        for tokens in [slice(part.start + own.start, part.start + own.stop) for part in parts for own in spans(len(part))]:
-            keys = [slice(part.start, min(part.stop, tokens.stop)) for part in parts if part.start < tokens.stop]
-            nearest = [block.positions[tokens.start] - block.positions[part.stop - 1] for part in keys]
-            for head in range(len(total)):
-                probabilities = heads.attention(head, tokens)
-                probabilities[:, 0] = 0
-                for part, first in zip(keys, nearest, strict=True):
-                    sums, begin = _diagonals(probabilities[:, part]), max(first, 0)  # negative distances are of the future
-                    total[head, begin : first + len(sums)] += sums[begin - first :]
-    return total
-
-
-def _straight(positions: Sequence[int]) -> list[range]:
-    """The tokens within which positions do not skip."""
-    jumps = [token for token, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
-    return [range(a, b) for a, b in pairwise([0, *jumps, len(positions)])]
-
-
 def attention_received(attention: Attention, block: Block) -> torch.Tensor:
     """The attention that each token of a block gets from all queries of all heads, `[T]`.
 
@@ -103,17 +66,6 @@ def spans(count: int, size: int | None = None) -> list[slice]:
     """Consecutive tokens, few at a time: a head's logits of one span fit into memory, and little of them is masked."""
     size = size or _SPAN
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _diagonals(probabilities: torch.Tensor) -> torch.Tensor:
-    """`[t + s − 1]` fp64: the sums of the diagonals of `[t, s]`, that of the first row and the last column first.
-
-    They are columns of a skewed view: adding by index is not deterministic on CUDA.
-    """
-    t, s = probabilities.shape
-    padded = torch.nn.functional.pad(probabilities.flip(-1), (0, t))
-    skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
-    return skewed.sum(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -277,7 +229,7 @@ def shared(rows: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
 
 
 def heads_of(record: Record, block: Block) -> Heads:
-    """Of one block."""
+    """Make the queries and keys of a record's heads in one block."""
     rotation = (record.rotary or no_rotary()).rotation(torch.tensor(block.positions, device=block.x.device), block.x.dtype)
     of_queries, x = inputs_of(record, block.x)
     if isinstance(record, FactoredAttention):

@@ -100,4 +100,4 @@ def _shared(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
 def _for_statistics(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
     """The directory of the statistics of the source on this text."""
     seen, behind = text.surveyed(), ["behind norms"] if behind_norms else []
-    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.reach, *behind)
+    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind)

@@ -100,9 +100,13 @@ def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torc
     return random(blocks, tokens, width, seed=seed + 1) @ mixing + 0.5 * random(width, seed=seed + 2)
 
 
+def block_of(x: torch.Tensor) -> Block:
+    """A block `[T, E]` from position 0 on."""
+    return Block(x, range(len(x)))
+
+
 def blocks_of(x: Iterable[torch.Tensor]) -> list[Block]:
-    """Blocks from position 0 on, of `[T, E]` each."""
-    return [Block.from_start(one) for one in x]
+    return [block_of(one) for one in x]
 
 
 def measured(x: torch.Tensor) -> Statistics:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from records import blocks_of, inputs, measured, record
+from records import block_of, blocks_of, inputs, measured, record
 
-from attention.forward import Block, Heads, Jacobian, heads_of
+from attention.forward import Heads, Jacobian, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration import keys, values
 from convert.calibration.queries import fitted_queries
@@ -27,7 +27,7 @@ def attended(x: torch.Tensor) -> Attended:
     """Moments of `x [n, T, E]` as some attention sees it: no two of them are equal."""
     sums = _AttendedSums(x.shape[-1], x.device)
     for block in x:
-        sums.add(record(2, 2, 3, 2, x.shape[-1]), Block.from_start(block))
+        sums.add(record(2, 2, 3, 2, x.shape[-1]), block_of(block))
     return sums.moments()
 
 
@@ -50,7 +50,7 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
 def fit_of(
     source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
 ) -> keys._KeyFit:
-    result = heads_of(after, Block.from_start(x))
+    result = heads_of(after, block_of(x))
     return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts)
 
 
@@ -60,7 +60,7 @@ def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Recor
 
 def sources(before: Attention, x: torch.Tensor) -> list[Heads]:
     """What the source's heads make of each block."""
-    return [heads_of(before, Block.from_start(block)) for block in x]
+    return [heads_of(before, block_of(block)) for block in x]
 
 
 def changed(one: Record, other: Record) -> set[str]:

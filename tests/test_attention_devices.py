@@ -17,10 +17,11 @@ from transformers import DynamicCache
 from attention import absorb, pack
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
-from attention.forward import attention_by_distance, attention_output, output_error
+from attention.forward import attention_output, output_error
 from attention.latent import dense_mask
 from attention.record import FactoredAttention, Record
 from attention.rope import Rotary
+from convert.methods.distances import attention_by_distance
 
 X = inputs(20, tokens=6, blocks=1)
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)

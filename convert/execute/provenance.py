@@ -92,7 +92,7 @@ def _calibration(text: CalibrationText) -> dict[str, Any]:
         "context": lengths[0],
         "block_lengths": lengths,
         "max_context": longest,
-        "reach": text.calibration.reach,
+        "retrieval_limit": text.calibration.retrieval_limit,
     }
 
 

@@ -70,6 +70,11 @@ class Traits:
         extra = {field: value for field, value in self.extra_features.items() if field != CLIP}
         return replace(self, qk_norm=None, extra_features=extra)
 
+    @property
+    def unmodelled(self) -> list[str]:
+        """Config fields that make attention differ from what the record's logits and its scoring say."""
+        return [field for field in self.extra_features if field not in (*WINDOWS, SOFTCAP)]
+
 
 # Config fields that say how many tokens some layers see.
 WINDOWS = ("sliding_window", "window_size")
@@ -87,11 +92,6 @@ def has_other_models(config: Any) -> bool:
     from transformers import PreTrainedConfig
 
     return decoder_of(config) is not config or any(isinstance(part, PreTrainedConfig) for part in vars(config).values())
-
-
-def unmodelled_fields(traits: Traits) -> list[str]:
-    """Config fields that make attention differ from what the record's logits and its scoring say."""
-    return [field for field in traits.extra_features if field not in (*WINDOWS, SOFTCAP)]
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Family(ABC):
     def skips(self) -> bool:
         """Whether positions may skip within a text: they only turn RoPE, by angles that do not depend on the text's length."""
         rotary, layers = self.first_rotary, range(self.spec.num_layers)
-        if rotary is None or self.spec.windows is not None or unmodelled_fields(self.traits):
+        if rotary is None or self.spec.windows is not None or self.traits.unmodelled:
             return False
         parameters = getattr(self.decoder, "rope_parameters", None) or {}
         kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}

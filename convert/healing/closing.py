@@ -78,7 +78,7 @@ def heal_result(
     with memory_for("the healing of the result", hint):
         try:
             healing = _planned(plan, work, tokens, count, device)
-            blocks = TrainingText.of([calibrated], context, healing.tokens, healing.batch, judged, healing.reach)
+            blocks = TrainingText.of([calibrated], context, healing.tokens, healing.batch, judged, healing.retrieval_limit)
             return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error

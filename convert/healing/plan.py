@@ -76,7 +76,7 @@ class HealPlan:
         device: As on the command line.
         seed: For the order of blocks.
         cache_dtype: The format of the cache that the result is for, which a dtype is, too.
-        reach: The positions over which every other block retrieves: all that the result is for, where they can skip.
+        retrieval_limit: Positions of blocks that retrieve stay below it: all that the result is for, where they can skip.
         model: The converted model without weights: its parameters are on the meta device.
         names: The parameters to train, with those few of which nothing may change.
     """
@@ -91,7 +91,7 @@ class HealPlan:
     device: str
     seed: int
     cache_dtype: str
-    reach: int
+    retrieval_limit: int
     model: Any = field(repr=False, compare=False)
     names: tuple[str, ...] = field(repr=False)
 
@@ -223,8 +223,8 @@ def plan_heal(
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     before = converted.calibrated
     limit = before.positions if before else source.max_positions
-    reach = max(limit or 0, context) if family.skips else context
-    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, reach, model, names)
+    within = max(limit or 0, context) if family.skips else context
+    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names)
     _check_rounding(plan)
     return plan
 

@@ -66,7 +66,7 @@ class TrainingText:
         wanted: int,
         batch: int,
         judged: Tokens | None = None,
-        reach: int | None = None,
+        retrieval_limit: int | None = None,
     ) -> TrainingText:
         """Cut texts into blocks.
 
@@ -76,7 +76,7 @@ class TrainingText:
             wanted: Tokens of the whole training; they decide how many are held out.
             batch: Blocks per step.
             judged: A text to judge by, so that of the others no block is held out.
-            reach: The positions over which every other block retrieves (`convert.planning.retrieval`); None where none does.
+            retrieval_limit: Every other block retrieves, below that position (`convert.planning.retrieval`); None for no block.
 
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
@@ -107,10 +107,10 @@ class TrainingText:
             aside = [start + torch.arange(len(judged.ids) // context)]
             blocks = torch.cat((blocks, judged.blocks(context)))
         positions = torch.arange(context).repeat(len(blocks), 1)
-        if reach is not None:
+        if retrieval_limit is not None:
             others = torch.cat([indices[1::2] for indices in (*parts, *aside)])
             blocks = blocks.clone()
-            blocks[others], positions[others] = retrieving(blocks[others], reach)
+            blocks[others], positions[others] = retrieving(blocks[others], retrieval_limit)
         return cls(text, blocks, tuple(parts), torch.cat(aside), positions)
 
     def order(self, count: int, seed: int) -> torch.Tensor:
@@ -214,7 +214,8 @@ class TrainingTexts:
 
     def _with_own(self, written: torch.Tensor) -> TrainingText:
         parts = [part or _own(written) for _, part in self.parts]
-        return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch, reach=self.plan.reach)
+        plan = self.plan
+        return TrainingText.of(parts, plan.context, plan.tokens, plan.batch, retrieval_limit=plan.retrieval_limit)
 
 
 def _rows(plan: HealPlan) -> int:

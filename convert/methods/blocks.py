@@ -6,9 +6,10 @@ long blocks have few first tokens and few early positions; short blocks have no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class Blocks:
         return cls.cut(torch.cat((rows[::2], rows[1::2])), (1,) * len(rows[::2]) + (parts,) * len(rows[1::2]))
 
     def beside(self, rows: torch.Tensor, positions: torch.Tensor) -> Blocks:
-        """These, and whole rows that may skip positions."""
+        """Add whole rows, whose positions `[m, T]` may skip."""
         whole = self.cuts.count(1)
         return Blocks(
             torch.cat((self.rows[:whole], rows, self.rows[whole:])),
@@ -63,7 +64,7 @@ class Blocks:
 
     @property
     def blocks(self) -> list[Block]:
-        """One after the other."""
+        """The blocks of all rows, in order."""
         rows = zip(self.rows, self.positions, self.cuts, strict=True)
         size = self.context
         return [
@@ -96,16 +97,11 @@ class Blocks:
 
     def alike(self, rows: Sequence[int]) -> list[list[int]]:
         """The rows, those of one length of blocks together."""
-        return [list(part) for _, part in groupby(sorted(rows, key=self.cuts.__getitem__), key=self.cuts.__getitem__)]
+        return _grouped(rows, self.cuts.__getitem__)
 
     def parted(self) -> tuple[list[int], list[int]]:
-        """Rows to fit on, and others to judge by: about an eighth of each length. A single row does both."""
-
-        def kind(row: int) -> tuple[int, bool]:
-            at = self.positions[row]
-            return self.cuts[row], self.cuts[row] == 1 and at[-1] >= len(at)
-
-        kinds = [list(part) for _, part in groupby(sorted(range(len(self.rows)), key=kind), key=kind)]
+        """Rows to fit on, and others to judge by: about an eighth of each kind. A single row does both."""
+        kinds = _grouped(range(len(self.rows)), lambda row: (self.cuts[row], self.positions[row][-1] >= self.context))
         others = [part[i] for part in kinds if len(part) > 1 for i in parted(len(part))[1]]
         others = others or [len(self.rows) - 1]
         return [row for row in range(len(self.rows)) if row not in others or len(self.rows) == 1], others
@@ -122,3 +118,8 @@ class Blocks:
     def shaped(self, rows: Sequence[int], found: torch.Tensor) -> torch.Tensor:
         """Rows of one length of blocks, `[b, T, …]`, as blocks `[b', t, …]`."""
         return found.reshape(len(rows) * self.cuts[rows[0]], -1, *found.shape[2:])
+
+
+def _grouped(rows: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
+    """Rows of one key together, in the order of keys."""
+    return [list(part) for _, part in groupby(sorted(rows, key=key), key=key)]

@@ -5,9 +5,12 @@ What loses its rotation is fitted to the distances at which heads look, on rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
-from attention.forward import attention_by_distance
+from attention.forward import Block, heads_of, spans
 from attention.record import Attention
 from attention.rope import Rotary
 from convert.methods.latent import rotary_of
@@ -32,7 +35,7 @@ def mass_of(attention: Attention, statistics: Statistics) -> torch.Tensor:
 
 
 def _smoothed(total: torch.Tensor) -> torch.Tensor:
-    """`[H, N]`, the same for distances that are nearly alike."""
+    """Average `[H, N]` over distances that are nearly alike."""
     edges = [0]
     while edges[-1] < total.shape[1]:
         edges.append(edges[-1] + max(1, edges[-1] // _ALIKE))
@@ -61,3 +64,45 @@ def rotated_moments(attention: Attention, keys: torch.Tensor, statistics: Statis
         rotary.to_complex(keys @ moment)[0] for moment in (attended.seen_with_constant, attended.within_with_constant)
     )
     return (1 - constant) * seen + constant * within
+
+
+def attention_by_distance(attention: Attention, blocks: Sequence[Block]) -> torch.Tensor:
+    """How much attention each head pays to tokens t − s = 0 … N − 1 positions back, summed over queries, `[H, N]` fp64.
+
+    The first token of a block is left out: many models rest much of their attention on it, however far back it is.
+
+    Args:
+        attention: The record.
+        blocks: The largest of their positions is N − 1.
+    """
+    longest = max(block.positions[-1] for block in blocks) + 1
+    total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].x.device)
+    for block in blocks:
+        heads, parts = heads_of(attention, block.float()), _straight(block.positions)
+        for tokens in [slice(part.start + own.start, part.start + own.stop) for part in parts for own in spans(len(part))]:
+            keys = [slice(part.start, min(part.stop, tokens.stop)) for part in parts if part.start < tokens.stop]
+            nearest = [block.positions[tokens.start] - block.positions[part.stop - 1] for part in keys]
+            for head in range(len(total)):
+                probabilities = heads.attention(head, tokens)
+                probabilities[:, 0] = 0
+                for part, first in zip(keys, nearest, strict=True):
+                    sums, begin = _diagonals(probabilities[:, part]), max(first, 0)  # negative distances are of the future
+                    total[head, begin : first + len(sums)] += sums[begin - first :]
+    return total
+
+
+def _straight(positions: Sequence[int]) -> list[range]:
+    """The tokens within which positions do not skip."""
+    jumps = [token for token, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    return [range(a, b) for a, b in pairwise([0, *jumps, len(positions)])]
+
+
+def _diagonals(probabilities: torch.Tensor) -> torch.Tensor:
+    """`[t + s − 1]` fp64: the sums of the diagonals of `[t, s]`, that of the first row and the last column first.
+
+    They are columns of a skewed view: adding by index is not deterministic on CUDA.
+    """
+    t, s = probabilities.shape
+    padded = torch.nn.functional.pad(probabilities.flip(-1), (0, t))
+    skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
+    return skewed.sum(0, dtype=torch.float64)

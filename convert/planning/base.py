@@ -14,11 +14,9 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
-from convert.families.base import unmodelled_fields
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
 from convert.output.destination import without_text
 from convert.output.provenance import Recipe, versions
-from convert.planning.bounds import rotary_dim
 from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
@@ -164,7 +162,7 @@ class Plan:
     def unmodelled(self) -> list[str]:
         """Config fields that make the source's attention differ from what the logits of its records say."""
         traits = self.family.traits
-        return unmodelled_fields(traits.behind_projections if self.reads_projections else traits)
+        return (traits.behind_projections if self.reads_projections else traits).unmodelled
 
     @property
     def channels(self) -> int:
@@ -206,7 +204,7 @@ class Plan:
     @property
     def _rotary_dims(self) -> int:
         """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
-        return self.before.rotary_keys * rotary_dim(self.family) if self.target.spec.kv_lora_rank else 0
+        return self.before.rotary_keys * self.rotary.dims if self.target.spec.kv_lora_rank else 0
 
     def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""

@@ -90,7 +90,7 @@ class Calibration:
     `heal` is None until it is known what the device has room for (`convert.planning.memory`).
 
     Attributes:
-        reach: The positions over which every other block retrieves (`convert.planning.retrieval`); None where none does.
+        retrieval_limit: Every other block retrieves, below that position (`convert.planning.retrieval`); None for no block.
     """
 
     texts: Texts
@@ -99,7 +99,7 @@ class Calibration:
     refit: bool
     refine: int
     max_context: int
-    reach: int | None = None
+    retrieval_limit: int | None = None
     heal: int | None = 0
 
     @property
@@ -133,7 +133,7 @@ class Calibration:
             **as_options(self.texts),
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
-            **({} if self.reach is None else {"max_context": self.max_context}),
+            **({} if self.retrieval_limit is None else {"max_context": self.max_context}),
             "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
             "heal": self.heal,
@@ -239,11 +239,11 @@ class CalibrationText:
     @property
     def blocks(self) -> Blocks:
         """The ids, `[n, T]`."""
-        rows, reach = self.tokens.blocks(self.calibration.context), self.calibration.reach
-        if reach is None:
+        rows, limit = self.tokens.blocks(self.calibration.context), self.calibration.retrieval_limit
+        if limit is None:
             return Blocks.mixed(rows)
         plain, others = (rows[::2], rows[1::2]) if len(rows) > 1 else (rows[:0], rows)
-        return Blocks.mixed(plain).beside(*retrieving(others, reach))
+        return Blocks.mixed(plain).beside(*retrieving(others, limit))
 
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""
@@ -310,10 +310,10 @@ def calibration_for(positions: int | None, skips: bool, method: Method, wanted: 
             f"positions of this model cannot skip, and no block of {context} tokens shows how it attends {longest} tokens back",
             hint=f"leave out --max-context, or give --calibration-context {longest}, too",
         )
-    reach = max(longest, context) if method.text is TextUse.USED else None
+    retrieval_limit = max(longest, context) if method.text is TextUse.USED else None
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
-    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, reach, heal)
+    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, retrieval_limit, heal)
 
 
 def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from convert import methods
 from convert.families.deepseek import NormalisedLatent
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
@@ -21,7 +20,6 @@ from convert.planning.held import require_held
 from convert.planning.sizes import AUTO, LatentSize, Sizing
 
 if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
     from convert.families import Family
     from convert.hosts import Host
     from convert.hosts.engines import Engine
@@ -74,8 +72,11 @@ def _host(family: Family, size: LatentSize, engine: Engine | None) -> Host:
     smallest = smallest_latent(family)
     if size.per_layer_ranks:
         smallest = replace(smallest, layer_ranks=(1,) * family.spec.num_layers)
-    hosts = PORTABLE if size.portable else HOSTS["mla"]
-    return host_of(hosts, family, smallest, engine, _portable_hint(family, smallest, engine))
+    if size.portable:
+        return host_of(PORTABLE, family, smallest, engine)
+    runs = [host.name for host in PORTABLE if engine and unfit(host, family, smallest, engine) is None]
+    hint = f"give --portable and --text FILE: {engine.name} runs a {runs[0]}" if engine and runs else None
+    return host_of(HOSTS["mla"], family, smallest, engine, hint)
 
 
 def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
@@ -97,7 +98,7 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
     if method.text is TextUse.IGNORED:
         raise Refusal(
             f"--portable needs calibration text, and method {method.name} has no use for it",
-            hint=f"use --method {methods.LATENT[0]} or another that takes text",
+            hint="leave out --method, or give one that takes text",
         )
     if not with_own_text(options).texts:
         raise Refusal(
@@ -123,11 +124,3 @@ def _calibration(
     if per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return text
-
-
-def _portable_hint(family: Family, target: AttentionSpec, engine: Engine | None) -> str | None:
-    """The next step if no other class is for the engine; None if this one is not, either."""
-    for host in PORTABLE:
-        if engine and unfit(host, family, target, engine) is None:
-            return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
-    return None

@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from records import blocks_of, factored, factored_behind_norms, inputs, loss, record, run
+from records import block_of, blocks_of, factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
 from attention.forward import (
     Block,
-    attention_by_distance,
     attention_output,
     attention_received,
     heads_of,
@@ -22,6 +21,7 @@ from attention.qk_norm import QKNorm
 from attention.record import Attention, Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
+from convert.methods.distances import attention_by_distance
 
 SLOPED, CAPPED = Scoring((0.5, 0.25, 0.1, 0.02)), Scoring(window=5, softcap=0.4)
 RECORDS: dict[str, Record] = {
@@ -123,7 +123,7 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 def test_what_heads_attend_to_gives_the_references_outputs(case: str) -> None:
     """Also some of the heads alone, and some of the queries."""
     a, x = RECORDS[case], inputs(20)[0]
-    heads, some = heads_of(a, Block.from_start(x)), torch.tensor([0, 3, 20])
+    heads, some = heads_of(a, block_of(x)), torch.tensor([0, 3, 20])
     values, contexts = values_of(a, heads), []
     for head in range(len(heads.plain)):
         logits, weights = heads.logits(head), heads.attention(head)
@@ -139,8 +139,8 @@ def test_what_heads_attend_to_gives_the_references_outputs(case: str) -> None:
 def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
     a, x = record(2, 3), inputs(20, tokens=9)[0]
-    found = attention_received(a, Block.from_start(x))
-    heads = heads_of(a, Block.from_start(x))
+    found = attention_received(a, block_of(x))
+    heads = heads_of(a, block_of(x))
     expected = torch.stack([heads.attention(head) for head in range(len(a.q))]).sum((0, 1)) / len(a.q)
     torch.testing.assert_close(found, expected.double(), rtol=1e-4, atol=1e-6)
     assert float(found.mean()) == pytest.approx(1)
@@ -169,9 +169,7 @@ def test_positions_that_skip_turn_as_in_the_class() -> None:
     positions = [0, 1, 2, 3, 4, 55, 56, 57, 58]
     long = inputs(20, tokens=59, blocks=1)[0]
     long[positions] = x
-    weights = torch.stack([heads_of(a, Block.from_start(long)).logits(head) for head in range(4)])[:, positions][
-        :, :, positions
-    ]
+    weights = torch.stack([heads_of(a, block_of(long)).logits(head) for head in range(4)])[:, positions][:, :, positions]
     found = torch.stack([heads_of(a, Block(x, positions)).logits(head) for head in range(4)])
     torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-4)
 
@@ -194,4 +192,4 @@ def test_outputs_and_where_heads_look_take_no_derivative_of_a_norm(monkeypatch: 
     monkeypatch.delattr(QKNorm, "linearised")
     x = inputs(a.q.shape[-1])
     assert attention_output(a, blocks_of(x)).isfinite().all()
-    assert heads_of(a, Block.from_start(x[0])).part(slice(0, 2)).queries.isfinite().all()
+    assert heads_of(a, block_of(x[0])).part(slice(0, 2)).queries.isfinite().all()

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from records import blocks_of, random, record
+from records import block_of, blocks_of, random, record
 from refitting import SEEN, X, changed, fit_of, latent, merged, sources
 
-from attention.forward import Block, Heads, heads_of, output_error
+from attention.forward import Heads, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
@@ -61,9 +61,9 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     leaf = (0.1 * random(*kept.shape, seed=5)).requires_grad_(True)
     rows = kept.float() + leaf
     moved = {"k_rope": rows[0]} if isinstance(after, FactoredAttention) else {"k": rows}
-    source = heads_of(a, Block.from_start(X[0]))
+    source = heads_of(a, block_of(X[0]))
     (expected,) = torch.autograd.grad(
-        squared_error(source, heads_of(dataclasses.replace(after, **moved), Block.from_start(X[0]))), leaf
+        squared_error(source, heads_of(dataclasses.replace(after, **moved), block_of(X[0]))), leaf
     )
     fit = fit_of(source, after, X[0], len(kept), fitted_spans(4, [X.shape[1]])[0])
     found = fit.curvature(leaf.detach()) - fit.wanted
@@ -78,8 +78,8 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     assert after.k_norm is not None
     rows, gain = after.k.clone().requires_grad_(True), after.k_norm.gain.clone().requires_grad_(True)
     moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
-    source = heads_of(a, Block.from_start(x))
-    by_rows, by_gain = torch.autograd.grad(squared_error(source, heads_of(moved, Block.from_start(x))), (rows, gain))
+    source = heads_of(a, block_of(x))
+    by_rows, by_gain = torch.autograd.grad(squared_error(source, heads_of(moved, block_of(x))), (rows, gain))
     parts = fitted_spans(4, [len(x)])[0]
     for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
         found = -fit_of(source, after, x, 2, parts, kind).wanted
@@ -103,8 +103,8 @@ def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = fit_of(heads_of(a, Block.from_start(X[0])), a, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
-    queries_ = heads_of(a, Block.from_start(X[0])).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
+    fit = fit_of(heads_of(a, block_of(X[0])), a, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
+    queries_ = heads_of(a, block_of(X[0])).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
     for half in power.unbind(1 if pairing == "half" else 2):

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from records import blocks_of, factored, loss, measured, random, record
+from records import block_of, blocks_of, factored, loss, measured, random, record
 from refitting import X, changed, latent, merged, refitted_queries
 
-from attention.forward import Block, Jacobian, heads_of, output_error
+from attention.forward import Jacobian, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import queries
@@ -93,7 +93,7 @@ def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._QueryFit
 
 
 def fit_of(a: Attention, after: Record, x: torch.Tensor, heads: slice, part: list[slice]) -> queries._QueryFit:
-    source, result = heads_of(a, Block.from_start(x)), heads_of(after, Block.from_start(x))
+    source, result = heads_of(a, block_of(x)), heads_of(after, block_of(x))
     jacobian = Jacobian.of_queries(after, result).part(heads)
     return queries._QueryFit.of(source.part(heads), result.part(heads), jacobian, part)
 
@@ -109,7 +109,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, monkeypatch: pytes
     a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, alibi="ALiBi" in case, sinks="sinks" in case)
     rank, groups = 4 if "wide" in case else 5, 1 if "mqa" in case else 2
     after: Record = latent(a, rank, (0, 1)) if "mla" in case else merged(a, groups)
-    blocks, heads = [(heads_of(a, Block.from_start(x)), heads_of(after, Block.from_start(x))) for x in X], slice(1, 3)
+    blocks, heads = [(heads_of(a, block_of(x)), heads_of(after, block_of(x))) for x in X], slice(1, 3)
     columns = sum(part.shape[-1] for part in blocks[0][1].kept(1))
     leaf = (0.1 * random(2, a.q.shape[1], columns, seed=5)).double().requires_grad_(True)
     total = torch.zeros((), dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_behind_a_norm_queries_descend_the_squared_error(norm: str | None) -> No
     a, x = record(4, 1, 2, 2, 20, norm=norm), X[0]
     after, total = merged(a, 2), torch.zeros(())
     leaf = torch.zeros(4, a.q.shape[1], a.q.shape[1], requires_grad=True)
-    source, result = heads_of(a, Block.from_start(x)), heads_of(queries._applied(a, after, leaf), Block.from_start(x))
+    source, result = heads_of(a, block_of(x)), heads_of(queries._applied(a, after, leaf), block_of(x))
     for head in range(4):
         p = source.probabilities(source.logits(head))
         lacking = result.logits(head) - source.logits(head)
@@ -153,7 +153,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
     a = record(4, 1, 2, 2, 20, "interleaved", True, 1.3 if case == "attention factor" else 1.0)
     after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 2)
     x, head = X[0], 2
-    source, result = heads_of(a, Block.from_start(x)), heads_of(after, Block.from_start(x))
+    source, result = heads_of(a, block_of(x)), heads_of(after, block_of(x))
     nope, rope = (result.scale * part.double() for part in result.kept(head))
     split, attended = nope.shape[1], source.probabilities(source.logits(head)).double()
     expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)

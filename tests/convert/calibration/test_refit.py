@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from records import blocks_of, inputs, loss, measured, random, record, run
+from records import block_of, blocks_of, inputs, loss, measured, random, record, run
 from refitting import SEEN, X, any_refit, changed, fit_of, latent, merged, refitted_queries
 
-from attention.forward import Block, heads_of, output_error
+from attention.forward import heads_of, output_error
 from attention.record import Attention, Record
 from attention.rope import Pairing
 from convert.calibration import keys, refit, values
@@ -77,9 +77,9 @@ def test_sums_of_many_rounded_products_are_not_rounded(part: Any, monkeypatch: p
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(part, "rough", lambda device, dtype=dtype: dtype)
         fit: Any = (
-            fit_of(heads_of(a, Block.from_start(x)), after, x, 2, spans)
+            fit_of(heads_of(a, block_of(x)), after, x, 2, spans)
             if part is keys
-            else values._ValueFit.of(after, Block.from_start(x), lacking, spans)
+            else values._ValueFit.of(after, block_of(x), lacking, spans)
         )
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from records import blocks_of, random, record, run
+from records import block_of, blocks_of, random, record, run
 from refitting import SEEN, X, changed, merged
 
-from attention.forward import Block, output_error
+from attention.forward import output_error
 from attention.record import Attention
 from convert.calibration import values
 from convert.calibration.least_squares import fitted_spans
@@ -46,7 +46,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(sinks: bool, monkey
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)
     (expected,) = torch.autograd.grad(0.5 * lacking.square().sum(), leaf)
     parts = fitted_spans(8, [X.shape[1]])[0]
-    fit = values._ValueFit.of(after, Block.from_start(x[0]), (expected_outputs - run(after, x))[0].float(), parts)
+    fit = values._ValueFit.of(after, block_of(x[0]), (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

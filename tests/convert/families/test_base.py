@@ -10,7 +10,6 @@ from written import refused
 
 from attention.errors import Refusal
 from convert.families import FAMILIES, family_of
-from convert.families.base import unmodelled_fields
 
 
 def test_an_unknown_family_is_refused_with_the_list() -> None:
@@ -57,6 +56,6 @@ def test_a_cap_that_the_class_ignores_is_refused() -> None:
 
 def test_attention_is_known_but_for_what_no_record_says() -> None:
     known = tiny_config("gemma2", attn_logit_softcapping=50.0, sliding_window=8)
-    assert unmodelled_fields(FAMILIES["gemma2"].of(known).traits) == []
+    assert FAMILIES["gemma2"].of(known).traits.unmodelled == []
     both_ways = tiny_config("gemma2", use_bidirectional_attention=True)
-    assert unmodelled_fields(FAMILIES["gemma2"].of(both_ways).traits) == ["use_bidirectional_attention"]
+    assert FAMILIES["gemma2"].of(both_ways).traits.unmodelled == ["use_bidirectional_attention"]

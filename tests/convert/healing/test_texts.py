@@ -138,7 +138,7 @@ def test_texts_that_cannot_be_trained_on_are_refused(
 def test_every_other_block_retrieves_over_all_positions() -> None:
     """Of those to train on, and of those to judge by."""
     plain = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1)
-    text = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1, reach=4096)
+    text = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1, retrieval_limit=4096)
     skipping = (text.positions != torch.arange(64)).any(1)
     assert torch.equal(text.blocks[~skipping], plain.blocks[~skipping])
     assert (text.blocks[skipping] != plain.blocks[skipping]).any(1).all()

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from records import blocks_of, factored, inputs, loss, measured, record
+from records import block_of, blocks_of, factored, inputs, loss, measured, record
 
 from attention.encoding import decode, encode
 from attention.formats import FORMATS
-from attention.forward import Block, attention_output, heads_of, output_error, values_of
+from attention.forward import attention_output, heads_of, output_error, values_of
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing
 from convert.methods import balanced as balancing
@@ -198,7 +198,7 @@ def test_rounding_balanced_heads_costs_less(form: str) -> None:
 def test_cached_heads_have_a_size_of_about_one() -> None:
     a, x = lopsided(), inputs(20)
     a = replace(a, k=1e3 * a.k, k_bias=1e3 * a.k_bias, v=1e-3 * a.v)  # type: ignore[operator]
-    found = heads_of(balanced := balanced_heads(a, Blocks.whole(x)), Block.from_start(x[0]))
+    found = heads_of(balanced := balanced_heads(a, Blocks.whole(x)), block_of(x[0]))
     for cached in (found.kept_rope, values_of(balanced, found)):
         assert 0.3 < float(cached.square().mean().sqrt()) < 3
 

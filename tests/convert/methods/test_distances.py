@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from records import inputs, measured, record
+from records import block_of, inputs, measured, record
 
-from attention.forward import Block, attention_by_distance
+from attention.forward import Block
 from attention.scoring import Scoring
 from convert.methods.blocks import Blocks
-from convert.methods.distances import mass_of
+from convert.methods.distances import attention_by_distance, mass_of
 from convert.methods.statistics import Statistics
 
 
 def test_heads_look_where_the_sample_shows() -> None:
     a, x, positions = record(2, 2), inputs(20, tokens=30), (*range(20), *range(320, 330))
     known = replace(measured(x), sample=Blocks(x, (1, 1), (range(30), positions)))
-    found, paid = mass_of(a, known), attention_by_distance(a, [Block.from_start(x[0]), Block(x[1], positions)])
+    found, paid = mass_of(a, known), attention_by_distance(a, [block_of(x[0]), Block(x[1], positions)])
     expected = paid / paid.sum(1, keepdim=True)
     torch.testing.assert_close(found[:, :30], expected[:, :30], rtol=1e-9, atol=0)
     torch.testing.assert_close(found[:, 250:].sum(1), expected[:, 250:].sum(1), rtol=1e-9, atol=0)

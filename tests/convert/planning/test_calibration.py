@@ -98,14 +98,14 @@ def test_what_is_said_is_what_is_done(source: Sources) -> None:
     for method in METHODS:
         assert method == "pca" or decided(source(), method) is None
     shorter = decided(source(), texts=TEXT, context=50, max_context=100)
-    assert (shorter.context, shorter.max_context, shorter.reach) == (50, 100, 100)
+    assert (shorter.context, shorter.max_context, shorter.retrieval_limit) == (50, 100, 100)
     assert shorter.as_options()["max_context"] == 100
 
 
 def test_without_skips_a_block_shows_all_distances(source: Sources) -> None:
     windowed = source("mistral", sliding_window=16)
     found = decided(windowed, texts=TEXT, context=50)
-    assert (found.max_context, found.reach) == (50, 50)
+    assert (found.max_context, found.retrieval_limit) == (50, 50)
     with pytest.raises(Refusal, match="positions of this model cannot skip, and no block of 50 tokens shows"):
         decided(windowed, texts=TEXT, context=50, max_context=60)
 
