@@ -14,8 +14,8 @@ Converts the model to every divisor of its KV heads by `mean` and `aligned`, and
 portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
 2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot
-is written to DIR/real_llm.svg, too). Last, how well each of these copies is measured (DIR/recall), which takes longest, with
-caches as they are, in int4 and in mixed.
+is written to DIR/real_llm.svg, too). Last, what each of these finds again is measured (DIR/probes), with caches as they
+are, in int4 and in mixed.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -51,7 +51,7 @@ COPIED = ("int4", "mixed")  # those of them in which copying is measured
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
-RECALL = 300_000  # tokens that the probe costs as much as: it reads long sequences
+PROBES = 200_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
 
 
@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     given.formats = [form for form in given.formats if form != "mixed" or mixed]  # a model may not take it
     compared = 1 + sum(not is_baseline(step.name) for step in wanted)
     copied = [form for form in given.formats if form in COPIED]
-    for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, RECALL)):
+    for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
         encoded = sum(mixed if form == "mixed" else compared for form in formats)
         tokens += round((2 + len(wanted) + ENCODED * encoded) * cost)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
@@ -208,12 +208,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name, compared, formats in (
         ("report", own, given.formats),
         ("baselines", of_papers, []),
-        ("recall", paths, copied),
+        ("probes", paths, copied),
     ):
-        contexts, recall = (CONTEXTS[:1], True) if name == "recall" else (CONTEXTS, False)
+        contexts = CONTEXTS[:1] if name == "probes" else CONTEXTS
         output = given.directory / name
-        found = evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens, recall=recall,
-                         cache_dtype=formats, output=output)  # fmt: skip
+        found = evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens,
+                         no_probes=name != "probes", cache_dtype=formats, output=output)  # fmt: skip
         print((output / "report.md").read_text(encoding="utf-8"), flush=True)
         if name == "report":
             (given.directory / "real_llm.svg").write_text(to_svg(found["models"]), encoding="utf-8")

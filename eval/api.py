@@ -23,7 +23,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         **given: The options, in `eval.options`.
 
     Returns:
-        The content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
+        The content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "probes"}`.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
@@ -45,7 +45,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         max_tokens=given["max_tokens"],
         dtype=given["dtype"],
         device=given["device"],
-        recall=given["recall"],
+        probes=not given["no_probes"],
         cache_dtypes=names_of(given["cache_dtype"]),
     )
     check(sources, settings)  # refuse configs before reading a text

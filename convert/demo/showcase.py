@@ -47,7 +47,7 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     request = Request(source, Output(output, overwrite=True), text, "cpu", checks=False)
     plans = plans_for(request, _GROUPS, _SIZES, _METHODS)
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
-    settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu")
+    settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu", probes=False)
     try:
         found = sweep(plans, held_out, settings, progress)
     except Interrupted:

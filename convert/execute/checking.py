@@ -16,6 +16,7 @@ from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
 from attention.padding import pad_values
 from convert.calibration.own_text import own_text
+from convert.calibration.stream import positioned
 from convert.methods.text import Method, TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import Calibration
@@ -23,7 +24,7 @@ from convert.planning.memory import lacks_room
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens
-from eval.machine.device import memory_for
+from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
 from eval.quality.perplexity import Score, add, batches, logits_of
 from eval.quality.protocol import Block
@@ -34,6 +35,7 @@ _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
 _WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
+_COPY, _LONG = 32, 8  # tokens that stand twice; times a row: what it does not show
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,36 @@ class Sample:
     Attributes:
         text: Its name.
         ids: `[n, T]`.
+        first: The first token of each row that is scored.
+        positions: `[T]`, which may skip; None for those from 0 on.
     """
 
     text: str
     ids: torch.Tensor
+    first: int = 1
+    positions: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tokens: Tokens, context: int) -> Sample:
         """Blocks of a text, cut so that their logits do not fill a memory; nothing is read over the end of a block."""
         return cls(tokens.name, tokens.blocks(context)[:, :_CONTEXT])
+
+    @classmethod
+    def far(cls, rows: torch.Tensor, limit: int) -> list[Sample]:
+        """What short rows `[n, T]` tell of far positions, which skip: copies at a quarter of the limit, and the last quarter.
+
+        The copies are runs of the rows' own tokens in random order.
+        """
+        if limit < _LONG * rows.shape[1]:
+            return []  # which the rows themselves show
+        near, length, apart, late = torch.arange(rows.shape[1]), min(_COPY, rows.shape[1] // 4), limit // 4, limit * 3 // 4
+        order = torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(0))
+        runs, size = rows.flatten()[order].view_as(rows)[:, :length], rows.shape[1] - length
+        copies = torch.cat((runs, rows[:, length:size], runs), 1)
+        return [
+            cls(f"copies {apart:,} tokens later (positions skip)", copies, size + 1, near + (near >= size) * (apart - size)),
+            cls(f"its own text from position {late:,} on (positions skip)", rows, 1, near + (near > 0) * late),
+        ]
 
 
 def checked(
@@ -86,9 +109,10 @@ def checked(
     if not opened.holds(source) and (missing := lacks_room(source.config, device)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
-    samples = list(given)
+    samples, limit = list(given), plan.calibration and plan.calibration.skips_to
     try:
-        samples.insert(0, Sample("the source's own text", own_sample(source, plan.seed, device, kept, progress)))
+        own = own_sample(source, plan.seed, device, kept, progress)
+        samples = [Sample("the source's own text", own), *samples, *Sample.far(own, limit or 0)]
     except KvfoldError as error:  # which says nothing of the result
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
@@ -101,7 +125,7 @@ def checked(
         with opened(converted, "auto", where) if form is None else load(converted, "auto", where) as model:
             after = _losses(model, samples, vocabulary, done, form)
     found: list[dict[str, Any]] = [
-        {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": one, "loss_nats": other - one}
+        {"text": sample.text, "tokens": sample.ids[:, sample.first - 1 :].numel(), "source_nats": one, "loss_nats": other - one}
         for sample, one, other in zip(samples, before, after, strict=True)
     ]
     _judge(found, vocabulary, plan.request.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
@@ -140,8 +164,11 @@ def _losses(
     losses = []
     for sample in samples:
         score = Score()
-        for batch in batches([Block(row, 1) for row in sample.ids], vocabulary):
-            add(score, batch, logits_of(model, batch))
+        for batch in batches([Block(row, sample.first) for row in sample.ids], vocabulary):
+            skipping = (
+                {} if sample.positions is None else positioned(sample.positions.expand_as(batch.ids).to(input_device(model)))
+            )
+            add(score, batch, logits_of(model, batch, **skipping))
             done(len(batch.ids))
         losses.append(score.loss)
     return losses
@@ -153,7 +180,7 @@ def _judge(found: Sequence[dict[str, Any]], vocabulary: int, accepts_any: bool, 
         loss = one["loss_nats"]
         if not loss > _WARN:
             return
-        worse = loss + one["source_nats"] > math.log(vocabulary)
+        worse = loss + one["source_nats"] > math.log(vocabulary) >= one["source_nats"]
         said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
         said += f" ({meaning(loss)})"
         said += ", and is worse than an even guess" if worse else ""

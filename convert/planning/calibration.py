@@ -118,6 +118,11 @@ class Calibration:
         return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
 
     @property
+    def skips_to(self) -> int | None:
+        """The limit of positions that skip, which are more than those of a block; None where they do not."""
+        return self.retrieval_limit if self.retrieval_limit and self.retrieval_limit > self.context else None
+
+    @property
     def heal_context(self) -> int:
         """Tokens of the blocks that a healing sees: blocks of the calibration, or equal parts of these."""
         return self.context // -(-self.context // _HEALED_CONTEXT)

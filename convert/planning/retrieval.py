@@ -14,47 +14,52 @@ import torch
 _SHORTEST, _LONGEST = 6, 64  # tokens of a run
 _BETWEEN = 8, 96  # tokens of text between two runs
 _STRETCHES = 4  # of a row, between which positions skip
+_GOLDEN = (5**0.5 - 1) / 2  # whose multiples, without their whole parts, fill the unit interval evenly, however many
 
 
 def retrieving(rows: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[n, T]` in which half of the runs repeat an earlier one, and the positions of their tokens `[n, T]`.
 
-    Runs are drawn with the frequencies that tokens have in these rows. Their lengths are even in the logarithm.
+    Runs are drawn with the frequencies that tokens have in these rows. Their lengths are even in the logarithm, and so are the
+    distances at which they come back, and the spans of rows, of which the first reaches the limit.
 
     Args:
         rows: Token ids `[n, T]`.
         limit: Positions stay below it. T for no skips.
     """
     reached, generator = torch.bincount(rows.flatten()).double().cumsum(0), torch.Generator().manual_seed(0)
-    made, positions = rows.clone(), torch.empty_like(rows)
-    for row, places in zip(made, positions, strict=True):
-        _fill(row, reached, generator)
-        places.copy_(_positions(len(row), limit, generator))
+    made, length = rows.clone(), rows.shape[1]
+    spans = [int(length * (limit / length) ** (1 - number * _GOLDEN % 1)) for number in range(len(rows))]
+    positions = torch.stack([_positions(length, span, generator) for span in spans])
+    for row, places in zip(made, positions.tolist(), strict=True):
+        _fill(row, places, reached, generator)
     return made, positions
 
 
-def _fill(row: torch.Tensor, reached: torch.Tensor, generator: torch.Generator) -> None:
+def _fill(row: torch.Tensor, positions: list[int], reached: torch.Tensor, generator: torch.Generator) -> None:
     """Write runs into a row; `reached` counts the tokens up to each id."""
-    runs, longest = list[torch.Tensor](), min(_LONGEST, max(_SHORTEST, len(row) // 8))
+    runs, longest = list[tuple[int, torch.Tensor]](), min(_LONGEST, max(_SHORTEST, len(row) // 8))
     least, most = _BETWEEN[0], min(_BETWEEN[1], max(_BETWEEN[0], len(row) // 4))
     place = _between(least, most, generator)
     while place < len(row):
         if runs and _chance(generator) < 0.5:
-            run = runs[int(_chance(generator) * len(runs))]
+            position = positions[place]
+            distance = _between(least, position, generator)
+            run = min(runs, key=lambda run: abs(math.log((position - run[0]) / distance)))[1]
         else:
             chances = torch.rand(_between(_SHORTEST, longest, generator), generator=generator, dtype=torch.float64)
             run = torch.searchsorted(reached, chances * reached[-1], right=True)
-            runs.append(run)
+            runs.append((positions[place], run))
         row[place : place + len(run)] = run[: len(row) - place]
         place += len(run) + _between(least, most, generator)
 
 
-def _positions(length: int, limit: int, generator: torch.Generator) -> torch.Tensor:
-    """Positions that reach up to the limit or less far, evenly in the logarithm, by skips of random shares."""
-    positions, room = torch.arange(length), _between(length, limit, generator) - length
+def _positions(length: int, span: int, generator: torch.Generator) -> torch.Tensor:
+    """Positions from 0 up to less than `span`, by skips of random shares."""
+    positions = torch.arange(length)
     shares = torch.rand(_STRETCHES - 1, generator=generator, dtype=torch.float64)
     for share in shares / shares.sum():
-        positions[int(_chance(generator) * length) :] += int(share * room)
+        positions[int(_chance(generator) * length) :] += int(share * (span - length))
     return positions
 
 

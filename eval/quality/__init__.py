@@ -1,1 +1,1 @@
-"""What a model's predictions are worth: perplexity and recall, beside the bytes of its cache."""
+"""What a model's predictions are worth: perplexity and what it finds again, beside the bytes of its cache."""

@@ -20,8 +20,8 @@ from eval.quality.lockstep import Job, Lockstep, Row
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
+from eval.quality.probes import Probes, figures
 from eval.quality.protocol import Protocol
-from eval.quality.recall import Recall
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -51,7 +51,7 @@ def report_of(
         opening: Loads the models.
 
     Returns:
-        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall"}`.
+        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "probes"}`.
 
     Raises:
         Refusal: The models' configs do not allow the comparison.
@@ -69,11 +69,11 @@ def report_of(
         # What files can make fail comes before the long part.
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
         row.entry, row.remarks = identity(row.source) | {"calibration_overlap": share}, said
-    probe = Recall.asked(settings, sources, tokens)
+    probes = Probes.asked(settings, sources, tokens)
     vocabulary = sources[0].vocabulary
     batched = [batches(protocol.blocks(tokens), vocabulary) for protocol in protocols]
     jobs = [Job(batch, index) for index, part in enumerate(batched) for batch in part]
-    Lockstep(jobs, protocols[0].context, settings, probe, progress, opening).measure(rows)
+    Lockstep(jobs, protocols[0].context, settings, probes, progress, opening).measure(rows)
     quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),
@@ -83,11 +83,11 @@ def report_of(
             {
                 "context": protocol.context,
                 "stride": protocol.stride,
-                "models": [{"name": row.source.name} | one for row, one in zip(rows, figures, strict=True)],
+                "models": [{"name": row.source.name} | one for row, one in zip(rows, scores, strict=True)],
             }
-            for protocol, figures in zip(protocols[1:], quality[1:], strict=True)
+            for protocol, scores in zip(protocols[1:], quality[1:], strict=True)
         ],
-        "recall": probe and probe.conditions() | {"models": [row.recall for row in rows]},
+        "probes": probes and [{"name": row.source.name, "found": figures(row.found, rows[0].found)} for row in rows],
     }
 
 

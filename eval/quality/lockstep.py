@@ -23,7 +23,7 @@ from eval.machine.device import memory_for
 from eval.quality.cost import cache_figures
 from eval.quality.opened import Opening
 from eval.quality.perplexity import Batch, Score, add, logits_of
-from eval.quality.recall import Recall
+from eval.quality.probes import Cell, Found, Probes
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent, stage
 
@@ -40,7 +40,7 @@ class Row:
         scores: One for each context.
         remarks: What to know of it, as what follows its name in a sentence.
         entry: What the report says of it before its scores: what it is, and its cache.
-        recall: Its entry in the report's part on recall; None if that is not measured.
+        found: What it finds in the probes.
     """
 
     source: Source
@@ -48,7 +48,7 @@ class Row:
     scores: list[Score]
     remarks: list[str] = field(default_factory=list)
     entry: dict[str, Any] = field(default_factory=dict)
-    recall: dict[str, Any] | None = None
+    found: dict[Cell, Found] = field(default_factory=dict)
 
 
 class Job(NamedTuple):
@@ -66,7 +66,7 @@ class Lockstep:
         jobs: The batches to score.
         context: Tokens of the cache that is measured.
         settings: How to load the models.
-        probe: The probe of recall, or None.
+        probes: What else to read, or None.
         progress: Called with the number of scored tokens.
         opening: Loads a model that is read as it is.
     """
@@ -74,12 +74,12 @@ class Lockstep:
     jobs: Sequence[Job]
     context: int
     settings: EvaluationSettings
-    probe: Recall | None = None
+    probes: Probes | None = None
     progress: Progress = silent
     opening: Opening = load
 
     def measure(self, rows: Sequence[Row]) -> None:
-        """Fill in scores, caches and recall; the source comes first.
+        """Fill in scores, caches and what is found; the source comes first.
 
         Raises:
             Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.
@@ -100,9 +100,9 @@ class Lockstep:
             with stage(self.progress, f"evaluate {name}", total, "token") as done, room:
                 scored = [(model, row.scores) for row, model in models]
                 score_group(self.jobs, source, None if again else first.scores, scored, done)
-            if self.probe is not None:
+            if self.probes is not None:
                 for row, model in models if again else [(first, source), *models]:
-                    row.recall = {"name": row.source.name} | self.probe.measure(model, row.source.name, self.progress)
+                    row.found = self.probes.measure(model, row.source.name, self.progress, row.form in KIVI)
 
     @contextlib.contextmanager
     def _opened(self, row: Row, whole: float | None) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,51 +25,6 @@ from eval.quality.protocol import Block, Protocol
 _LOGITS_AT_ONCE = 2**25
 # Most logits per comparison, which needs several fp32 copies.
 _ROWS_AT_ONCE = 2**24
-_FIRST = 128  # tokens of the first bucket of positions; each further one ends at twice the end of the one before
-
-
-@dataclass
-class ByPosition:
-    """Running sums over scored tokens, by the index of the last token that the model sees before each.
-
-    Attributes:
-        nats: Of each bucket.
-        tokens: Their number.
-    """
-
-    nats: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def add(self, nats: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add the loss `nats [N]` of some tokens; `positions [N]` are those of the tokens before them."""
-        numbers = buckets_of(positions)
-        for number in numbers.unique().tolist():
-            chosen = numbers == number
-            missing = number + 1 - len(self.nats)
-            self.nats += [0.0] * missing
-            self.tokens += [0] * missing
-            self.nats[number] += nats[chosen.to(nats.device)].double().sum().item()
-            self.tokens[number] += int(chosen.sum())
-
-    def as_figures(self, source: ByPosition) -> list[dict[str, Any]]:
-        """One entry for each bucket with tokens: its bounds, their number, and the mean loss less the source's."""
-        return [
-            {"from": start, "to": end, "tokens": count, "loss_nats": (nats - before) / count}
-            for (start, end), nats, before, count in zip(
-                map(bounds, range(len(self.nats))), self.nats, source.nats, self.tokens, strict=True
-            )
-            if count
-        ]
-
-
-def buckets_of(positions: torch.Tensor) -> torch.Tensor:
-    """The number of the bucket of each position: 0 below 128, 1 below 256, 2 below 512, …"""
-    return torch.frexp((positions // _FIRST).double()).exponent.long()  # 0 → 0, 1 → 1, 2 and 3 → 2, 4 to 7 → 3, …
-
-
-def bounds(number: int) -> tuple[int, int]:
-    """The first position of a bucket, and the first one after it."""
-    return (_FIRST * 2 ** (number - 1) if number else 0), _FIRST * 2**number
 
 
 @dataclass
@@ -85,16 +40,13 @@ class Score:
     kl: float = 0.0
     agreed: int = 0
     accepted: float = 0.0
-    by_position: ByPosition = field(default_factory=ByPosition)
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor, positions: torch.Tensor) -> None:
+    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
         """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
 
-        If `expected` is None, `found` is the source's own. `positions [N]` are those of the tokens before the targets.
+        If `expected` is None, `found` is the source's own.
         """
-        nats = nll_loss(found, targets.to(found.device), reduction="none")
-        self.nats += nats.double().sum().item()
-        self.by_position.add(nats, positions)
+        self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
         self.tokens += targets.numel()
         if expected is None:
             self.agreed += targets.numel()
@@ -130,7 +82,6 @@ class Score:
             "kl_to_source": self.kl / self.tokens,
             "top1_agreement": self.agreed / self.tokens,
             "acceptance": self.accepted / self.tokens,
-            "loss_by_position": self.by_position.as_figures(source.by_position),
         }
 
 
@@ -150,11 +101,6 @@ class Batch(NamedTuple):
         """The N scored tokens, `[N]`."""
         return self.ids[:, self.first :].flatten()
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """The positions in their blocks of the tokens before the scored ones, `[N]`."""
-        return torch.arange(self.first - 1, self.ids.shape[1] - 1).repeat(len(self.ids))
-
 
 def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
     """Consecutive blocks of one shape together, as many as the limit on logits allows."""
@@ -169,13 +115,13 @@ def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
             waiting.append(block)
 
 
-def logits_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions.
+def logits_of(model: Any, batch: Batch, **positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions; `positions` are arguments of its forward.
 
     Raises:
         Failure: They are not finite.
     """
-    logits = model(input_ids=batch.ids.to(input_device(model)), use_cache=False).logits
+    logits = model(input_ids=batch.ids.to(input_device(model)), use_cache=False, **positions).logits
     return finite(logits[:, batch.first - 1 : -1].flatten(0, 1), model)
 
 
@@ -196,11 +142,11 @@ def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
 
 def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
     """Add a model's `logits [N, vocabulary]` to its score, compared with the source's, `expected` (None: it is the source)."""
-    targets, positions = batch.targets, batch.positions
+    targets = batch.targets
     for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
         part = slice(start, start + rows)
         before = None if expected is None else expected[part].to(logits.device).float().log_softmax(-1)
-        score.add(logits[part].float().log_softmax(-1), before, targets[part], positions[part])
+        score.add(logits[part].float().log_softmax(-1), before, targets[part])
 
 
 def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:

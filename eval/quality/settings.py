@@ -15,7 +15,7 @@ class EvaluationSettings:
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
-        recall: Whether to measure recall over distances.
+        probes: Whether to measure the loss at all positions, and what is found again (`eval.quality.probes`).
         cache_dtypes: Formats of the cache, see `attention.formats`: each model is evaluated with each, too.
     """
 
@@ -24,5 +24,5 @@ class EvaluationSettings:
     max_tokens: int | None = None
     dtype: str = "auto"
     device: str = "auto"
-    recall: bool = False
+    probes: bool = True
     cache_dtypes: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ NAMES = ("report.json", "report.md", "report.html")
 
 def to_json(report: Report) -> str:
     """The report itself, for scripts. Raises `Failure` on a number that JSON cannot hold."""
-    probes = {key: report.get(key) for key in ("other_contexts", "recall")}
+    probes = {key: report.get(key) for key in ("other_contexts", "probes")}
     owners: dict[str, dict[str, Any]] = {"the protocol": report["protocol"], "the report": probes}
     owners |= {f'model "{printable(model["name"])}"': model for model in report["models"]}
     for owner, key, value in ((owner, key, value) for owner, items in owners.items() for key, value in items.items()):

@@ -92,9 +92,8 @@ def sections(report: Report) -> list[Section]:
     """All tables of a report."""
     return [
         _models(report),
-        *_by_position(report["models"], report["protocol"]["context"]),
-        *(section for other in report.get("other_contexts", []) for section in _at_context(other)),
-        *_recall(report.get("recall")),
+        *map(_at_context, report.get("other_contexts", [])),
+        *_probes(report.get("probes")),
     ]
 
 
@@ -105,41 +104,36 @@ def _models(report: Report) -> Section:
     return Section(list(COLUMNS), rows, len(_IDENTITY))
 
 
-def _at_context(other: Report) -> Iterator[Section]:
+def _at_context(other: Report) -> Section:
     """The quality at a further context."""
-    context = other["context"]
     rows = [[printable(model["name"]), *(cell(model) for cell in _QUALITY.values())] for model in other["models"]]
-    yield Section([f"at context {context:,}", *_QUALITY], rows)
-    yield from _by_position(other["models"], context)
+    return Section([f"at context {other['context']:,}", *_QUALITY], rows)
 
 
-def _by_position(models: list[Model], context: int) -> Iterator[Section]:
-    """The loss of each converted model early and late in its blocks; nothing if there is one bucket."""
-    source, *others = models
-    ranges = source.get("loss_by_position", [])
-    if len(ranges) < 2 or not others:
+def _probes(found: list[Model] | None) -> Iterator[Section]:
+    """What each model loses at each position, and what it finds again over each distance: a row for each task and model."""
+    if not found:
         return
-    spans = [f"{one['from']:,} to {one['to'] - 1:,}" for one in ranges]
+    source, *others = ({(one["task"], one["at"]): one for one in model["found"]} for model in found)
+    distances = sorted({at for _, at in source if at is not None})
+    columns: list[int | None] = [*distances, None]
     rows = [
-        [printable(model["name"]), *(fixed(one["loss_nats"], "+.4f") for one in model["loss_by_position"])] for model in others
-    ]
-    yield Section([f"loss (nats) by position, context {context:,}", *spans], rows)
-
-
-def _recall(found: Report | None) -> Iterator[Section]:
-    """The loss on second copies, over their distances."""
-    if found is None:
-        return
-    header = ["loss (nats) on a copy", "the first", *(f"after {int(distance):,}" for distance in found["pairs"])]
-    rows = [
-        [
-            printable(model["name"]),
-            *(fixed(nats, ".3f") for nats in (model["first_nats"], *(one["nats"] for one in model["distances"]))),
-        ]
-        for model in found["models"]
+        [task, printable(model["name"]), *(_probed(cells.get((task, at)), cells is source) for at in columns)]
+        for task in dict.fromkeys(task for task, _ in source)
+        for model, cells in zip(found, (source, *others), strict=True)
     ]
     note = (
-        f"Runs of {found['copy_tokens']} random tokens stand twice in a text, so many tokens apart. A model that attends to "
-        "the first copy predicts the second; one that cannot loses as much on both."
+        "The source's nats, and those that others lose over it ± their standard error; in brackets the share of answers that "
+        f"greedy generation gives exactly. Text: at positions from 0, {distances[1]:,}, … on. Copies of random tokens, and the "
+        "values of keys: so many tokens after the first time. Four codes, variables: named anywhere before."
     )
-    yield Section(header, rows, note=note)
+    yield Section(["probe", "model", *(f"{at:,}" for at in distances), "anywhere"], rows, 2, note)
+
+
+def _probed(one: Model | None, is_source: bool) -> str:
+    if one is None:
+        return "-"
+    error = "" if is_source or one["standard_error"] is None else f" ± {one['standard_error']:.2f}"
+    exact = f" ({one['exact']:.0%})" if "exact" in one else ""
+    nats = round(one["nats"], 2) + 0.0  # no figure reads -0.00
+    return f"{nats:{'' if is_source else '+'}.2f}{error}{exact}"

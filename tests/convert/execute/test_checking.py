@@ -68,6 +68,33 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened
     assert given["source_nats"] == pytest.approx(-said.gather(1, sample.ids[0, 1:, None]).mean().item(), rel=1e-5)
 
 
+def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_path: Path, opened: Opened) -> None:
+    source = checkpoint(max_position_embeddings=4096)
+    plan = plan_of(source, calibration=SimpleNamespace(skips_to=4096, texts=()))
+    found = checked(plan, checkpoint(name="same", max_position_embeddings=4096), [], CPU, tmp_path, silent, opened)
+    assert found is not None
+    own, copies, late = found["texts"]
+    assert copies["text"] == "copies 1,024 tokens later (positions skip)"
+    assert late["text"] == "its own text from position 3,072 on (positions skip)"
+    assert [one["loss_nats"] for one in (own, copies, late)] == [0, 0, 0]
+    rows = torch.arange(2 * 128).view(2, 128)
+    again, far = Sample.far(rows, 4096)
+    assert again.positions is not None
+    assert far.positions is not None
+    assert torch.equal(again.ids[:, :32], again.ids[:, 96:])
+    assert again.positions[:96].tolist() == list(range(96))
+    assert again.positions[96:].tolist() == list(range(1024, 1056))
+    assert far.positions.tolist() == [0, *range(3073, 3200)]
+    assert Sample.far(rows, 512) == []
+    from transformers import AutoModelForCausalLM
+
+    ids, places = torch.randint(3, 90, (1, 64)), torch.arange(64) + 3000 * (torch.arange(64) > 30)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    expected = model(ids, position_ids=places[None], attention_mask=torch.ones_like(ids)).logits[0, :-1].log_softmax(-1)
+    (loss,) = checking._losses(model, [Sample("t", ids, 1, places)], model.config.vocab_size, lambda _: None)
+    assert loss == pytest.approx(-expected.gather(1, ids[0, 1:, None]).mean().item(), rel=1e-5)
+
+
 def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: Warned, opened: Opened) -> None:
     source, ruined = checkpoint(tie_word_embeddings=False), checkpoint(name="ruined", tie_word_embeddings=False)
     spoil(ruined)

@@ -50,16 +50,14 @@ WORDS = {"name", "path", "kind", "cache_dtype", "cache_format", "method", "code"
 
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     report = json.loads(json.dumps(report_of(pair, TEXT, SHORT), allow_nan=False))
-    assert set(report) == {"kvfold", "protocol", "models", "other_contexts", "recall"}
+    assert set(report) == {"kvfold", "protocol", "models", "other_contexts", "probes"}
     sizes = {"context": 32, "stride": 32, "tokens": len(TEXT.text), "bytes_in_text": len(TEXT.text)}
     words = {"name": "paper", "bos": "start", "dtype": "float32", "text": "novel.txt"}
     assert report["protocol"] == {**sizes, **words, "text_hash": report["protocol"]["text_hash"]}
     assert report["protocol"]["text_hash"].startswith("sha256:")
     assert len(report["models"]) == 2
     for entry in report["models"]:
-        assert WORDS | {"loss_by_position", "remarks", "calibration_overlap"} | set(NUMBERS) == set(entry)
-        (place,) = entry["loss_by_position"]
-        assert place == {"from": 0, "to": 128, "tokens": entry["tokens"], "loss_nats": pytest.approx(entry["loss_nats"])}
+        assert WORDS | {"remarks", "calibration_overlap"} | set(NUMBERS) == set(entry)
         for key, kind in NUMBERS.items():
             assert type(entry[key]) is kind, key
             assert math.isfinite(entry[key]), key
@@ -214,7 +212,7 @@ def test_only_so_many_tokens_are_evaluated_and_each_context_as_if_alone(pair: li
     assert (other["context"], other["stride"]) == (16, 16)
     for found, expected in zip(other["models"], begun["models"], strict=True):
         assert found.items() <= expected.items()
-        assert {"name", "perplexity", "loss_nats", "kl_to_source", "loss_by_position"} <= set(found)
+        assert {"name", "perplexity", "loss_nats", "kl_to_source"} <= set(found)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -117,7 +118,7 @@ def test_a_number_that_is_not_finite_is_named_and_leaves_what_was_written(tmp_pa
     bad: list[tuple[dict[str, Any], str, str]] = [
         (report["models"][1], "kl_to_source", 'kl_to_source of model "llama-0" is nan'),
         (report["protocol"], "stride", "stride of the protocol is nan"),
-        (report["recall"]["models"][1], "first_nats", "recall of the report"),
+        (report["probes"][1]["found"][0], "nats", "probes of the report"),
     ]
     for owner, key, said in bad:
         owner[key], held = math.nan, owner[key]
@@ -263,35 +264,34 @@ def test_markdown_shows_hostile_names_as_they_are() -> None:
 
 
 def with_probes(report: dict[str, Any]) -> dict[str, Any]:
-    """What `--context 512,1024 --recall` add."""
-    names = [model["name"] for model in report["models"]]
-    places = [{"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.0}, {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.5}]
+    """What `--context 512,1024` and the probes add."""
     quality = ("name", "perplexity", "loss_nats", "bits_per_byte", "tokens", "kl_to_source", "top1_agreement", "acceptance")
-    further = [{key: model[key] for key in quality} | {"loss_by_position": places} for model in report["models"]]
-    distances = [{"distance": 128, "tokens": 63, "nats": 0.25}, {"distance": 256, "tokens": 63, "nats": 0.5}]
+    further = [{key: model[key] for key in quality} for model in report["models"]]
+    found = [
+        {"task": "text", "at": 0, "answers": 2, "nats": 0.5, "standard_error": 0.25},
+        {"task": "text", "at": 128, "answers": 2, "nats": 0.0, "standard_error": 0.0},
+        {"task": "copy", "at": 128, "answers": 8, "nats": 1.0, "standard_error": 0.125, "exact": 0.5},
+        {"task": "variables", "at": None, "answers": 1, "nats": 2.0, "standard_error": None, "exact": 0.0},
+    ]
     return report | {
         "other_contexts": [{"context": 1024, "stride": 1024, "models": further}],
-        "recall": {
-            "copy_tokens": 64,
-            "pairs": {"128": 1, "256": 1},
-            "models": [{"name": name, "first_nats": 9.0, "distances": distances} for name in names],
-        },
+        "probes": [{"name": model["name"], "found": copy.deepcopy(found)} for model in report["models"]],
     }
 
 
 def test_everything_that_was_measured_is_in_both_pages() -> None:
     report = with_probes(a_report(3))
-    report["recall"]["models"][1]["name"] = report["other_contexts"][0]["models"][1]["name"] = HOSTILE
+    report["probes"][1]["name"] = report["other_contexts"][0]["models"][1]["name"] = HOSTILE
     markdown, page = reports.to_markdown(report), reports.to_html(report)
     tables = [table_of(part) for part in markdown.split("\n\n") if part.startswith("|")]
-    place = "loss (nats) by position, context 1,024"
-    assert [part[0][0] for part in tables] == ["model", "at context 1,024", place, "loss (nats) on a copy"]
-    assert tables[2][0][1:] == ["0 to 127", "128 to 255"]
-    assert tables[2][3] == ["llama-1", "0.0000", "+0.5000"]
-    assert tables[3][2] == ["llama", "9.000", "0.250", "0.500"]
-    assert "one that cannot loses as much on both" in markdown
-    assert "0.250" in cells(page)
+    assert [part[0][0] for part in tables] == ["model", "at context 1,024", "probe"]
+    probes = tables[2]
+    assert probes[0] == ["probe", "model", "0", "128", "anywhere"]
+    assert [row[0] for row in probes[2:]] == [task for task in ("text", "copy", "variables") for _ in range(3)]
+    assert probes[2] == ["text", "llama", "0.50", "0.00", "-"]
+    assert probes[4] == ["text", "llama-1", "+0.50 ± 0.25", "+0.00 ± 0.00", "-"]
+    assert probes[7] == ["copy", "llama-1", "-", "+1.00 ± 0.12 (50%)", "-"]
+    assert probes[10] == ["variables", "llama-1", "-", "-", "+2.00 (0%)"]
+    assert "at positions from 0, 128, … on" in markdown
+    assert "+1.00 ± 0.12 (50%)" in cells(page)
     assert HOSTILE not in page
-    for model in report["other_contexts"][0]["models"]:
-        del model["loss_by_position"][1:]
-    assert "by position" not in reports.to_markdown(report) + reports.to_html(report), "one bucket is the average"

@@ -1,0 +1,296 @@
+"""Probes: what a model loses at every position, and whether it still finds what it has read.
+
+Perplexity hardly shows either, because most tokens are predicted from near ones. Every sequence is read in chunks, over the
+cache that the model has when it generates. `text` reads parts of the text as they are. The others put sentences into such parts
+and ask for them later:
+
+- `copy`: runs of tokens, drawn with the frequencies that they have in the text, stand twice. Nothing but the first copy can
+  predict the second (Olsson et al., "In-context learning and induction heads", 2022).
+- `key–value`: "The code of river is 48213." stands twice, and the second number is asked.
+- `four codes`: four such sentences lie anywhere, and one sentence asks for all of them.
+- `variables`: "VAR river = 48213", "VAR stone = VAR river", "VAR glass = VAR stone", and what the last one is. This task and
+  the one before are small ones of RULER (arXiv 2404.06654).
+
+An answer is exact if each of its tokens is the likeliest one: then greedy generation gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from attention.versions import CACHE
+from eval.inputs.encoding import encoded
+from eval.inputs.source import Source, position_limit
+from eval.inputs.text import Tokens
+from eval.machine.device import input_device, memory_for
+from eval.quality.perplexity import finite
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, stage
+
+RUN = 64  # tokens of a copy, and of a place for a sentence
+_NEAREST, _FARTHEST = 128, 8192  # distances from what is read to its answer, each twice the one before; tokens of a sequence
+_TOKENS = 16384  # to read at least, in as many sequences
+_FEWEST, _TEXTS = 4, 2  # sequences in which something is asked, and of text alone
+_REPEATS = 2  # answers of each kind in a sequence, where there is room
+_CHUNK = 512  # tokens that are read at a time
+_WORDS = (
+    *("river", "stone", "glass", "apple", "tiger", "paper", "ocean", "garden", "silver", "winter", "candle", "bridge"),
+    *("forest", "window", "bottle", "castle", "button", "carpet", "dragon", "engine", "feather", "hammer", "island", "jacket"),
+    *("kitchen", "ladder", "market", "needle", "orange", "pencil", "rabbit", "saddle"),
+)
+
+Cell = tuple[str, int | None]  # a task, and a distance; of text, a position; None where things lie anywhere
+
+
+class Answer(NamedTuple):
+    """Tokens of a sequence that are scored together.
+
+    Attributes:
+        cell: What they tell of.
+        positions: Theirs, `[n]`, without 0.
+    """
+
+    cell: Cell
+    positions: torch.Tensor
+
+
+class Reading(NamedTuple):
+    """A sequence to read, and what to score in it.
+
+    Attributes:
+        ids: Its tokens, `[T]`.
+        answers: What is scored.
+    """
+
+    ids: torch.Tensor
+    answers: list[Answer]
+
+
+class Question(NamedTuple):
+    """What is put into a text, and what asks for it later.
+
+    Attributes:
+        cell: What it tells of; its distance is that between the first tokens of both.
+        parts: Token ids of what is put.
+        asked: The token ids that ask, the answer among them.
+        scored: The places of the answer's tokens among these.
+    """
+
+    cell: Cell
+    parts: list[torch.Tensor]
+    asked: torch.Tensor
+    scored: torch.Tensor
+
+
+class Found(NamedTuple):
+    """What a model makes of the answers of a cell, in order.
+
+    Attributes:
+        nats: Mean loss of each answer's tokens, `[answers]`, fp64.
+        exact: Whether each token of an answer is the likeliest, `[answers]`.
+    """
+
+    nats: torch.Tensor
+    exact: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The probes for some models: sequences to read."""
+
+    readings: tuple[Reading, ...]
+
+    @classmethod
+    def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Probes | None:
+        """The probes; None if they are not wanted, or if positions or the text are too short for the least distance."""
+        limit = position_limit(sources)
+        wanted = max(_FARTHEST, *settings.contexts, 0)
+        if not settings.probes or min(limit or wanted, len(tokens.ids)) < _NEAREST + RUN + 1:
+            return None
+        tokenizer = sources[0].tokenizer()
+        return cls.of(tokens.ids, min(wanted, limit or wanted), lambda text: encoded(text, tokenizer)[0], tokens.bos)
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, positions: int, encode: Callable[[str], torch.Tensor], bos: int | None = None) -> Probes:
+        """The probes on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens.
+
+        Every sequence begins with the tokenizer's BOS token if it has one.
+        """
+        opening = ids.new_tensor([] if bos is None else [bos])
+        length = min(positions - len(opening), len(ids))
+        count = max(_FEWEST, _TOKENS // length)
+        starts = [number * (len(ids) - length) // (count + _TEXTS) for number in range(count + _TEXTS)]
+        parts = [torch.cat((opening, ids[start : start + length])) for start in starts]
+        random = _Random(ids, encode)
+        asking = (_with_questions(part, len(opening), random) for part in parts[_TEXTS:])
+        return cls((*map(_text, parts[:_TEXTS]), *asking))
+
+    def measure(self, model: Any, name: str, progress: Progress, whole: bool = False) -> dict[Cell, Found]:
+        """What a model finds.
+
+        Args:
+            model: It.
+            name: For progress.
+            progress: Called with the number of sequences that have been read.
+            whole: Whether it takes texts in one pass alone (`attention.encoded_forward.read_rounded`).
+
+        Raises:
+            Failure: Logits are not finite, or memory does not suffice.
+        """
+        found = defaultdict[Cell, list[tuple[float, bool]]](list)
+        room = memory_for("the probes", "free some, give --device cpu, or --no-probes")
+        with torch.inference_mode(), room, stage(progress, f"probe {name}", len(self.readings), "sequence") as done:
+            for reading in self.readings:
+                nats, likeliest = _read(model, reading.ids, len(reading.ids) if whole else _CHUNK)
+                for cell, positions in reading.answers:
+                    found[cell].append((float(nats[positions - 1].mean()), bool(likeliest[positions - 1].all())))
+                done(1)
+        return {cell: Found(*map(torch.tensor, zip(*answers, strict=True))) for cell, answers in found.items()}
+
+
+def figures(found: dict[Cell, Found], source: dict[Cell, Found]) -> list[dict[str, Any]]:
+    """A model's part of a report: for each cell its mean loss over the source's, with the standard error of that mean.
+
+    Of the source itself both are of the loss. Exactness is a share of the answers; text has none.
+    """
+    entries = []
+    for (task, at), (nats, exact) in found.items():
+        over = nats if found is source else nats - source[task, at].nats
+        error = float(over.std() / math.sqrt(len(over))) if len(over) > 1 else None
+        entry = {"task": task, "at": at, "answers": len(nats), "nats": float(over.mean()), "standard_error": error}
+        entries.append(entry | ({} if task == "text" else {"exact": float(exact.double().mean())}))
+    return entries
+
+
+def _text(ids: torch.Tensor) -> Reading:
+    """A text alone, whose answers are pieces of it; in cells by position: below 128, from there on, from 256 on, …"""
+    answers = []
+    for positions in torch.arange(1, len(ids)).split(RUN):
+        power = int(positions[0]) // _NEAREST
+        answers.append(Answer(("text", _NEAREST << (power.bit_length() - 1) if power else 0), positions))
+    return Reading(ids, answers)
+
+
+def _with_questions(ids: torch.Tensor, opening: int, random: _Random) -> Reading:
+    """A text with what is asked in it, at random places; what finds none is left out."""
+    ids, free = ids.clone(), set(range((len(ids) - opening) // RUN))
+    answers = []
+    for question in _questions(len(free), random):
+        if not len(question.scored) or (places := _places(question, free, random)) is None:
+            continue
+        for place, part in zip(places, [*question.parts, question.asked], strict=True):
+            start = opening + place * RUN
+            ids[start : start + len(part)] = part
+            free -= _taken(place, part)
+        answers.append(Answer(question.cell, opening + places[-1] * RUN + question.scored))
+    return Reading(ids, sorted(answers, key=lambda answer: (answer.cell[0], answer.cell[1] or 0)))
+
+
+def _questions(places: int, random: _Random) -> Iterator[Question]:
+    """Those for a sequence of so many places, first one of each kind; the farthest first, for which there is least room."""
+    powers = range((places * RUN // _NEAREST).bit_length())
+    distances = [distance for power in powers if (distance := _NEAREST << power) <= (places - 1) * RUN]
+    words = random.words()
+    for repeat in range(_REPEATS):
+        for distance in reversed(distances):
+            run = random.run()
+            yield Question(("copy", distance), [run], run, torch.arange(1, RUN))
+            yield random.pair(next(words), distance)
+        if not repeat:
+            yield from random.several(words)
+
+
+def _places(question: Question, free: set[int], random: _Random) -> list[int] | None:
+    """Free places for the parts and for what asks, in order; None if there are none."""
+    distance, parts = question.cell[1], question.parts
+
+    def fits(start: int, ids: torch.Tensor) -> bool:
+        return _taken(start, ids) <= free
+
+    if distance is not None:
+        apart = distance // RUN
+        starts = [start for start in sorted(free) if fits(start, parts[0]) and fits(start + apart, question.asked)]
+        return [start, start + apart] if (start := random.choice(starts)) is not None else None
+    last = max((start for start in free if fits(start, question.asked)), default=0)
+    starts = [start for start in sorted(free) if start < last and all(fits(start, part) for part in parts)]
+    if len(starts) < 2 * len(parts):
+        return None
+    return [starts[len(starts) * number // len(parts)] for number in range(len(parts))] + [last]
+
+
+def _taken(start: int, ids: torch.Tensor) -> set[int]:
+    return set(range(start, start + -(-len(ids) // RUN)))
+
+
+class _Random:
+    """Draws what is put into texts.
+
+    Args:
+        ids: Of the text, `[n]`.
+        encode: Makes token ids of a sentence.
+    """
+
+    def __init__(self, ids: torch.Tensor, encode: Callable[[str], torch.Tensor]) -> None:
+        self._generator, self._counts, self._encode = torch.Generator().manual_seed(0), torch.bincount(ids).double(), encode
+
+    def choice(self, of: Sequence[int]) -> int | None:
+        """One of several numbers; None of none."""
+        return of[int(torch.randint(len(of), (), generator=self._generator))] if of else None
+
+    def words(self) -> Iterator[str]:
+        """All words in random order, again and again."""
+        while True:
+            yield from (_WORDS[i] for i in torch.randperm(len(_WORDS), generator=self._generator).tolist())
+
+    def run(self) -> torch.Tensor:
+        """Token ids `[RUN]`."""
+        return self._counts.multinomial(RUN, replacement=True, generator=self._generator)
+
+    def pair(self, word: str, distance: int) -> Question:
+        """A key with its value, asked so far behind it."""
+        asked, scored = self._sentence(f"\nThe code of {word} is", self._code(), ".\n")
+        return Question(("key–value", distance), [asked], asked, scored)
+
+    def several(self, words: Iterator[str]) -> Iterator[Question]:
+        """The tasks of which the parts lie anywhere."""
+        names, codes = [next(words) for _ in range(4)], [self._code() for _ in range(4)]
+        parts = [self._encode(f"\nThe code of {name} is{code}.\n") for name, code in zip(names, codes, strict=True)]
+        a, b, c, d = names
+        pieces = [f"\nThe codes of {a}, {b}, {c} and {d} are", *(piece for code in codes for piece in (code, ","))]
+        yield Question(("four codes", None), parts, *self._sentence(*pieces))
+        parts = [self._encode(f"\nVAR {a} ={codes[0]}\n")]
+        parts += [self._encode(f"\nVAR {name} = VAR {before}\n") for before, name in ((a, b), (b, c))]
+        yield Question(("variables", None), parts, *self._sentence(f"\nThe value of VAR {c} is", codes[0], ".\n"))
+
+    def _code(self) -> str:
+        """Five digits behind a blank."""
+        return f" {int(torch.randint(10_000, 100_000, (), generator=self._generator))}"
+
+    def _sentence(self, *pieces: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token ids of a sentence, and the places of those that begin in its second, fourth, … piece."""
+        whole, ends = self._encode("".join(pieces)), []
+        for text in accumulate(pieces):
+            part = self._encode(text)[: len(whole)]
+            ends.append(int((part == whole[: len(part)]).long().cumprod(0).sum()))  # the last tokens may join with what follows
+        return whole, torch.cat([torch.arange(*span) for span in zip(ends[::2], ends[1::2], strict=False)])
+
+
+def _read(model: Any, ids: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss `[T − 1]`, fp64, of each token `ids [T]` but the first, and whether it is the likeliest one."""
+    device, cache = input_device(model), None
+    nats, likeliest = list[torch.Tensor](), list[torch.Tensor]()
+    for part, targets in zip(ids[:-1].split(chunk), ids[1:].split(chunk), strict=True):
+        held = {} if cache is None else {CACHE: cache}
+        output = model(input_ids=part[None].to(device), use_cache=True, **held)
+        cache, logits = output[CACHE], finite(output.logits[0], model).float()
+        nats.append(cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu())
+        likeliest.append(logits.argmax(-1).cpu() == targets)
+    return torch.cat(nats), torch.cat(likeliest)
