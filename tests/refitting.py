@@ -27,7 +27,7 @@ def attended(x: torch.Tensor) -> Attended:
     """Moments of `x [n, T, E]` as some attention sees it: no two of them are equal."""
     sums = _AttendedSums(x.shape[-1], x.device)
     for block in x:
-        sums.add(record(2, 2, 3, 2, x.shape[-1]), block_of(block))
+        sums.add(heads_of(record(2, 2, 3, 2, x.shape[-1]), block_of(block)))
     return sums.moments()
 
 

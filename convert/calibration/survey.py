@@ -5,14 +5,14 @@ For each layer it keeps the first two moments of its activations, also as its at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from attention.errors import Failure
-from attention.forward import Block, heads_of
+from attention.forward import Heads, heads_of
 from attention.record import Attention
 from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
@@ -24,6 +24,8 @@ from eval.terminal.progress import Progress, silent, stage
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
+_ALIKE = 4  # tokens that make a repetition
+_OF_HEADS = "queries", "copying"
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
 
 Records = Callable[[int], Attention]
@@ -60,11 +62,13 @@ class Moments:
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
         self._attended = _AttendedSums(width, stream.device, attention.sinks is not None) if shown else None
+        self._copying = _CopyingSums(len(attention.q), stream.device)
 
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
         rows = x.reshape(-1, self._text.context, x.shape[-1])
-        seen = replace(self._text.of(range(self._seen, self._seen + len(rows))), rows=rows)
+        text = self._text.of(range(self._seen, self._seen + len(rows)))
+        seen = replace(text, rows=rows)
         for row, found in enumerate(rows, self._seen):
             if row in self._index_of:
                 self._sample[self._index_of[row]] = found.bfloat16()
@@ -77,8 +81,10 @@ class Moments:
         self._second += x.T @ x
         self._sum += x.sum(0, dtype=torch.float64)
         if self._attended:
-            for block in seen.blocks:
-                self._attended.add(self._attention, block)
+            for block, tokens in zip(seen.blocks, text.blocks, strict=True):
+                heads = heads_of(self._attention, block)
+                self._attended.add(heads)
+                self._copying.add(heads, tokens.x.tolist())
 
     def statistics(self) -> Statistics:
         """The statistics of everything that was seen.
@@ -98,7 +104,7 @@ class Moments:
         attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         _require_finite(f"the attention {where}", attended.seen, attended.read)
         queries = self._queries / tokens if self._attention.projections else None
-        return Statistics(second, mean, tokens, attended, sample, queries=queries)
+        return Statistics(second, mean, tokens, attended, sample, queries=queries, copying=self._copying.mean())
 
 
 def _require_finite(what: str, *tensors: torch.Tensor) -> None:
@@ -124,14 +130,11 @@ class _AttendedSums:
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
         self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None
 
-    def add(self, attention: Attention, block: Block) -> None:
+    def add(self, heads: Heads) -> None:
         """Add the attention over a block."""
-        length, heads = len(block), heads_of(attention, block)
-        count = min(length, QUERIES)
-        rows = torch.tensor(evenly_spread(count, length), device=block.x.device)
-        repeats = len(heads.queries) // len(heads.keys)
-        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
-        probabilities = heads.probabilities(logits, rows).flatten(0, 1)  # [H t, T]
+        length = len(heads.inputs)
+        rows = torch.tensor(evenly_spread(min(length, QUERIES), length), device=heads.inputs.device)
+        probabilities = _attention(heads, rows).flatten(0, 1)  # [H t, T]
         read = probabilities @ heads.inputs
         self._seen += heads.inputs.T @ (probabilities.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
@@ -144,6 +147,47 @@ class _AttendedSums:
     def moments(self) -> Attended:
         seen, read, mean = (part / self._count for part in (self._seen, self._read, self._mean))
         return Attended.measured(seen, read, mean, None if self._sunk is None else self._sunk / self._count)
+
+
+class _CopyingSums:
+    """How much attention heads pay, where the last tokens stood in a block before, to what followed then.
+
+    High in induction heads alone (Olsson et al., "In-context learning and induction heads", 2022).
+    """
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self._sum, self._count = torch.zeros(heads, dtype=torch.float64, device=device), 0
+
+    def add(self, heads: Heads, tokens: Sequence[int]) -> None:
+        """Add a block with these tokens, of whose repetitions a few are looked at."""
+        if not (found := _repetitions(tokens)):
+            return
+        chosen = [found[i] for i in evenly_spread(min(len(found), QUERIES), len(found))]
+        queries, followed = torch.tensor(chosen, device=heads.inputs.device).T
+        self._sum += _attention(heads, queries)[:, torch.arange(len(chosen)), followed].sum(1)
+        self._count += len(chosen)
+
+    def mean(self) -> torch.Tensor:
+        """`[H]`; zeros where nothing repeats."""
+        return self._sum / max(1, self._count)
+
+
+def _repetitions(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Places at which the last `_ALIKE` tokens stood before, and the place after the latest of these."""
+    last, found = dict[tuple[int, ...], int](), []
+    for place in range(_ALIKE - 1, len(tokens)):
+        key = tuple(tokens[place + 1 - _ALIKE : place + 1])
+        if key in last:
+            found.append((place, last[key] + 1))
+        last[key] = place
+    return found
+
+
+def _attention(heads: Heads, rows: torch.Tensor) -> torch.Tensor:
+    """`[H, t, T]` of the queries of some tokens `[t]`."""
+    repeats = len(heads.queries) // len(heads.keys)
+    logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
+    return heads.probabilities(logits, rows)
 
 
 def survey(
@@ -172,7 +216,7 @@ def survey(
         begin = 0
     with stage(progress, "survey", layers - begin, "layer") as done_layers:
         for layer in range(begin, layers):
-            moments = Moments(layer, stream, records(layer), shown=shown)
+            moments = Moments(layer, stream, records(layer), 2 * EXCERPT, shown)
             if layer + 1 < layers:
                 stream.advance(layer, moments.see)
             else:
@@ -191,11 +235,11 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
-    queries = {} if found.queries is None else {"queries": found.queries}
+    heads = {name: part for name in _OF_HEADS if (part := getattr(found, name)) is not None}
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
     sample = {"cuts": found.sample.cuts, "positions": [list(row) for row in found.sample.positions]}
     note = {"tokens": found.tokens, **sample, "inverse_energy": inverse_energy}
-    shelf.put(layer, plain | attended | queries, note)
+    shelf.put(layer, plain | attended | heads, note)
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
@@ -203,4 +247,5 @@ def _get(shelf: Shelf, layer: int) -> Statistics:
     attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
     sample = Blocks(tensors["sample"], tuple(note.pop("cuts")), tuple(note.pop("positions")))
     moments = tensors["second_moment"], tensors["first_moment"]
-    return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=tensors.get("queries"))
+    of_heads = {name: tensors.get(name) for name in _OF_HEADS}
+    return Statistics(*moments, **note, **of_heads, attended=Attended(**attended), sample=sample)

@@ -19,6 +19,8 @@ from convert.methods.distances import mass_of, waves_at
 from convert.methods.latent import RopePart, rotary_of
 from convert.methods.statistics import Statistics
 
+_COPYING = 5.0  # times a head's share of attention on what it copies: more lost nats, less lost copies
+
 
 @dataclass(frozen=True)
 class RopeKeys:
@@ -31,6 +33,7 @@ class RopeKeys:
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
         importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
+        copying: `[H]`, the share of its attention that a head pays to what it copies; zeros without text.
     """
 
     attention: Attention
@@ -39,6 +42,7 @@ class RopeKeys:
     w: torch.Tensor
     importance: torch.Tensor
     mass: torch.Tensor
+    copying: torch.Tensor
 
     @classmethod
     def of(cls, attention: Attention, statistics: Statistics) -> RopeKeys:
@@ -50,7 +54,8 @@ class RopeKeys:
         importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
-        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics))
+        copying = power.real.new_zeros(len(power)) if statistics.copying is None else statistics.copying
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics), copying)
 
     @property
     def waves(self) -> torch.Tensor:
@@ -112,7 +117,8 @@ class Components:
     """Weighted complex principal components of the keys at each frequency, those that lose most without RoPE first.
 
     Attributes:
-        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): the squared logit error of not rotating each component.
+        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²) (1 + c copying_h), as a share of the sum of all with c = 0: the squared
+            logit error of not rotating each component, where heads that copy count more.
         basis: `[L, G, G]`, coefficients of KV heads (rows) in components (columns).
         keys: `[L, G, E + 1]`.
     """
@@ -126,12 +132,14 @@ class Components:
         power = keys.importance.square().unflatten(0, (-1, keys.repeats))
         importance = power.sum(1).sqrt().T  # [L, G]
         away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.repeats))
-        away = ((power * away_from_one).sum(1) / power.sum(1)).T
+        weight = 1 + _COPYING * keys.copying.unflatten(0, (-1, keys.repeats))[..., None]
+        away, urgent = (((power * part).sum(1) / power.sum(1)).T for part in (away_from_one, weight * away_from_one))
         weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (keys.z, keys.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
-        lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)
+        plain, lost = ((u.abs().square() * part[..., None]).sum(1) * energy.clamp_min(0) for part in (away, urgent))
+        lost = lost / plain.sum().clamp_min(torch.finfo(lost.dtype).tiny)
         order = lost.argsort(dim=1, descending=True, stable=True)
         u = u.gather(2, order[:, None].expand_as(u))
         return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)

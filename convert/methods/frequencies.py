@@ -17,13 +17,13 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
     largest sums over layers.
 
     Args:
-        losses: As of `_summed`.
+        losses: Per layer `[L, G]`, the cost of not rotating component j of frequency l, largest first in each row.
         count: P/2.
 
     Returns:
         `count` frequencies, ascending, one for each component.
     """
-    total = _summed(losses)
+    total = torch.stack(list(losses)).sum(0)
     chosen = total.flatten().argsort(descending=True, stable=True)[:count] // total.shape[1]
     return tuple(sorted(chosen.tolist()))
 
@@ -35,21 +35,16 @@ def pairs_on_ladder(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ..
     """
     if count == 1:
         return (0,)
-    total = _summed(losses)[:, 0]
+    total = torch.stack(list(losses)).sum(0)[:, 0]
     most = (len(total) - 1) // (count - 1)
     strides = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
     ladders = [tuple(range(0, stride * count, stride)) for stride in strides]
     return max(ladders, key=lambda pairs: float(total[list(pairs)].sum()))
 
 
-def _summed(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[L, G]`, summed over layers, each scaled to a sum of one.
-
-    Args:
-        losses: Per layer `[L, G]`, the cost of not rotating component j of frequency l, largest first in each row.
-    """
-    tables = [table.double() for table in losses]
-    return torch.stack([table / table.sum().clamp_min(torch.finfo(torch.float64).tiny) for table in tables]).sum(0)
+def shares(table: torch.Tensor) -> torch.Tensor:
+    """A layer's losses as shares of their sum, fp64: layers count alike, however large their logits are."""
+    return table.double() / table.double().sum().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:

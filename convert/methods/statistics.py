@@ -99,6 +99,7 @@ class Statistics:
         inverse_energy: E_t[1 / |h_t|²] over the sample, with h the residual stream that the layer reads; None without text.
         queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
             values of a token, or its latent and its RoPE key, in all moments, and E is their number. None where queries read x.
+        copying: `[H]`, the attention that each head pays, where text repeats, to what followed before; None without text.
     """
 
     second: torch.Tensor
@@ -108,6 +109,7 @@ class Statistics:
     sample: Blocks | None = None
     inverse_energy: float | None = None
     queries: torch.Tensor | None = None
+    copying: torch.Tensor | None = None
 
     @classmethod
     def assumed(cls, width: int, gain: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Statistics:
@@ -135,8 +137,8 @@ class Statistics:
     def to(self, device: torch.device) -> Statistics:
         sample = None if self.sample is None else self.sample.to(device)
         second, mean, attended = self.second.to(device), self.mean.to(device), self.attended.to(device)
-        queries = None if self.queries is None else self.queries.to(device)
-        return replace(self, second=second, mean=mean, attended=attended, sample=sample, queries=queries)
+        queries, copying = (None if part is None else part.to(device) for part in (self.queries, self.copying))
+        return replace(self, second=second, mean=mean, attended=attended, sample=sample, queries=queries, copying=copying)
 
     @property
     def covariance(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
-from convert.methods.frequencies import pairs_by_loss
+from convert.methods.frequencies import pairs_by_loss, shares
 from convert.methods.latent import Allocation, Keys, LatentMethod, keys_of, separate, share_latent
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
@@ -53,7 +53,7 @@ def _gram(second: torch.Tensor | None, keys: Keys) -> torch.Tensor:
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
     """The frequencies with the most energy."""
-    return pairs_by_loss([lost[:, : allocation.rotary_keys] for lost in found], count)
+    return pairs_by_loss([shares(lost[:, : allocation.rotary_keys]) for lost in found], count)
 
 
 METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", TextUse.IGNORED, False, losses, allocate, factor)

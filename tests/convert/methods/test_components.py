@@ -46,7 +46,16 @@ def test_what_a_component_loses_is_what_not_turning_costs() -> None:
     keys = keys_of(record(1, 1, 4, 0, 30))
     energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
     expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
-    torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(Components.of(keys).lost[:, 0], expected / expected.sum(), rtol=1e-9, atol=0)
+
+
+def test_heads_that_copy_count_more() -> None:
+    a = record(2, 1, 4, 0, 30)
+    plain = Components.of(keys_of(a)).lost
+    both = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([0.2, 0.2], dtype=torch.float64))).lost
+    torch.testing.assert_close(both, 2 * plain, rtol=1e-9, atol=0)
+    one = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([0.2, 0.0], dtype=torch.float64))).lost
+    assert ((one > plain) & (one < both)).any()
 
 
 def test_phases_turn_as_the_sequence_does() -> None:

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_config
 
 from attention.rope import from_config
-from convert.methods.frequencies import pairs_by_loss, pairs_by_stride, pairs_on_ladder
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride, pairs_on_ladder, shares
 
 
 def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
@@ -18,12 +18,14 @@ def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
 
 def test_every_layer_counts_the_same_however_large_its_losses() -> None:
     small, large = torch.tensor([[4.0], [3.0], [3.0]]), torch.tensor([[0.0], [6000.0], [4000.0]])
+    small, large = shares(small), shares(large)
     assert pairs_by_loss([small], 1) == (0,)
     assert pairs_by_loss([small, large], 1) == (1,)  # 0.4 : 0.9 : 0.7
     assert pairs_by_loss([small, small, small, large], 1) == (1,)  # 1.2 : 1.5 : 1.3
     assert pairs_by_loss([small] * 6 + [large], 1) == (0,)  # 2.4 : 2.4 : 2.2, and the first of equals
-    assert pairs_by_loss([small * 1e30, large * 1e-30], 2) == (1, 2)
+    assert pairs_by_loss([shares(small * 1e30), shares(large * 1e-30)], 2) == (1, 2)
     single, spread = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.tensor([[0.0], [1.0], [0.9], [0.9]])
+    single, spread = shares(single), shares(spread)
     assert pairs_by_loss([single, spread, spread], 1) == (0,)  # 1 : 0.71, the sums being one and not the maxima
 
 
