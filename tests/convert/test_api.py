@@ -15,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 from written import Convert, Make, read, weights
 
+import convert as api
 from attention.errors import Failure, KvfoldError, Refusal
-from convert import PlannedConversion, PlannedSweep, api, gqa, inspect, mla, mqa, plan, sweep
+from convert import PlannedConversion, PlannedSweep, gqa, inspect, mla, mqa, plan, sweep
 from convert.arguments import options
 from convert.command.cli import main
 from convert.healing.plan import PARTS
