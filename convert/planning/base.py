@@ -67,7 +67,6 @@ class Plan:
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
         runs_on: The device on which layers run and are changed.
-        location: Where the source is, for a recipe that is read from another directory.
         text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
@@ -76,7 +75,6 @@ class Plan:
     target: Target
     calibration: Calibration | None
     runs_on: str
-    location: str
     text_given: bool
 
     @classmethod
@@ -98,7 +96,7 @@ class Plan:
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
         runs_on = "cpu" if pools and request.device == "auto" else str(device)
-        plan = cls(request, family, target, used, runs_on, location_of(request.source), text is not None)
+        plan = cls(request, family, target, used, runs_on, text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
             raise _nothing_to_change(plan.source.reference, plan.before)
         return plan
@@ -184,7 +182,8 @@ class Plan:
         if (of := self.source.run_positions) is None:
             return None
         before, found = self.source.calibrated, of
-        if not self.target.copies and self.target.spec.qk_rope_head_dim < self._rotary_dims:
+        latent = self.target.spec.kv_lora_rank is not None and not self.target.copies
+        if latent and self.target.spec.qk_rope_head_dim < self.before.rotary_keys * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
             seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]
             found = found if found < max(seen) else of
@@ -200,11 +199,6 @@ class Plan:
     def layout(self) -> Family:
         """The family of the result's tensors."""
         return self.target.host.layout(self.family)
-
-    @property
-    def _rotary_dims(self) -> int:
-        """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
-        return self.before.rotary_keys * self.rotary.dims if self.target.spec.kv_lora_rank else 0
 
     def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
@@ -240,30 +234,30 @@ class Plan:
         return []
 
     @property
-    def layer_steps(self) -> tuple[str, ...]:
-        """The steps that follow the method in each layer, by name."""
-        refit = self.calibration is not None and self.calibration.refit
-        return self.target.layer_steps(refit)
-
-    @property
     def steps(self) -> list[str]:
         """The names of what happens to each layer, in order, and then to the whole result."""
-        text, copies, dtype = self.calibration, self.target.copies, self.output.dtype
+        target, text = self.target, self.calibration
+        refit = text is not None and text.refit
         taken = {
-            "fit to outputs": text is not None and text.refit and not copies,
-            "refine": text is not None and text.refine > 0 and not copies,
-            "cast": dtype not in (None, self.source.dtype),
-            "heal": bool(text and text.heal) and not copies,
+            target.method.name: True,
+            "constant norm": target.host.portable,
+            "balance": target.rounding is not None,
+            "refit": refit,
+            "queries behind a norm": target.spec.q_lora_rank is not None,
+            "scale": target.spec.kv_lora_rank is not None,
+            "fit to outputs": refit,
+            "refine": text is not None and text.refine > 0,
+            "cast": self.output.dtype not in (None, self.source.dtype),
+            "heal": bool(text and text.heal),
         }
-        ours = [] if copies else [self.target.method.name, *self.layer_steps]
-        return [*ours, *(name for name, happens in taken.items() if happens)]
+        return [name for name, happens in taken.items() if happens and (name == "cast" or not target.copies)]
 
     @property
     def recipe(self) -> Recipe:
         """The command that repeats the result."""
         text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
         options = {
-            "model": self.location,
+            "model": location_of(self.source),
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,

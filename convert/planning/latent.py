@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import Calibration, CalibrationOptions
+    from convert.planning.calibration import CalibrationOptions
     from convert.planning.targets import LatentTarget
 
 
@@ -63,7 +63,10 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     if engine:
         target = _checked(engine, bounds, target)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _calibration(source.max_positions, family.skips, method, request.calibration, bounds.host, size.per_layer_ranks)
+    calibration = _portable_calibration(method, request.calibration) if bounds.host.portable else request.calibration
+    text = calibration_for(source.max_positions, family.skips, method, calibration)
+    if size.per_layer_ranks and text is None:
+        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return Plan.of(request, family, target, text)
 
 
@@ -108,19 +111,3 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
     if options.refit is False:
         raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
     return replace(options, refit=True)
-
-
-def _calibration(
-    positions: int | None, skips: bool, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
-) -> Calibration | None:
-    """The calibration of a latent, in any output class; None without text.
-
-    Raises:
-        Refusal: Ranks per layer or a portable result need text and have none; or as of `calibration_for`.
-    """
-    if host.portable:
-        calibration = _portable_calibration(method, calibration)
-    text = calibration_for(positions, skips, method, calibration)
-    if per_layer_ranks and text is None:
-        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
-    return text

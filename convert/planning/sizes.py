@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from attention.formats import format_named, rounding_of
+from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
 from convert.planning.budget import fold_of, format_of, layer_ranks
@@ -79,7 +79,7 @@ class Sizing:
         target = self._target(replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded))
         if by_rule:
             target = replace(target, notes=(*target.notes, self._format_note(target)))
-        if target.copies and rounding_of(target.cache_dtype) is not None:
+        if target.spec == target.before and target.rounding is not None:
             reference = self.bounds.source.reference
             raise Refusal(
                 f"{reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
@@ -215,7 +215,15 @@ class Sizing:
         spec.bytes_per_token(form)  # refuses what the format does not take
         format_named(form).require("latent", *ranks)
         target = LatentTarget(
-            before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
+            before=before,
+            spec=spec,
+            method=self.method,
+            host=host,
+            channels=used,
+            freqfold=fold,
+            pad_rank=request.pad_rank,
+            ranks=ranks,
+            cache_dtype=request.cache_dtype,
         )
         return replace(target, notes=tuple(self._notes(target)))
 
