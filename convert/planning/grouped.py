@@ -80,7 +80,14 @@ def plan_grouped(
         notes = (f"{heads} KV heads are what the source has: {how} unchanged",)
     options = ({} if output_class is None else {"class": output_class}) | ({} if command == "mqa" else {"groups": groups})
     target = GroupedTarget(
-        before=before, spec=spec, method=method, host=host, notes=notes, cache_dtype=cache_dtype, command=command, options=options
+        before=before,
+        spec=spec,
+        method=method,
+        host=host,
+        notes=notes,
+        cache_dtype=cache_dtype,
+        command=command,
+        options=options,
     )
     return Plan.of(request, family, target, text)
 
