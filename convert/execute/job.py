@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from attention.record import Attention, FactoredAttention
-from convert.calibration.stream import LayerStream, Weights
-from convert.checkpoint.loading import empty_model
 from convert.checkpoint.writer import require_finite
 from convert.execute.manifest import Manifest
-from convert.families.base import Family
 from convert.methods.statistics import Statistics
 from convert.output.writing import Work
 from convert.planning.base import Plan
@@ -96,18 +91,3 @@ class Job:
     def refits(self) -> bool:
         """Whether queries, keys and values are fitted to the source's: where the plan says so, and it shows where it looks."""
         return self.text is not None and self.text.calibration.refit and self.shows_attention
-
-    def stream(
-        self, text: CalibrationText, config: Any, family: Family, weights: Weights, spool: Path, cache: Cache | None = None
-    ) -> LayerStream:
-        """The layers of the source or of the result, run over the calibration text.
-
-        Args:
-            text: Its blocks.
-            config: The model's config.
-            family: The layout of its tensors.
-            weights: These tensors.
-            spool: The path prefix of the files that hold layer inputs.
-            cache: As of `LayerStream`.
-        """
-        return LayerStream(empty_model(config), family, weights, text.blocks, spool, self.device, cache)

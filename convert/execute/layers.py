@@ -13,8 +13,9 @@ import torch
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
+from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
-from convert.checkpoint.loading import require_loadable
+from convert.checkpoint.loading import empty_model, require_loadable
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import StatisticsOf, choose
 from convert.execute.job import Job
@@ -74,8 +75,9 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
 
     @cache
     def found() -> StatisticsOf:
-        plan, spool, shelf = job.plan, job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
-        stream = job.stream(seen, plan.source.config, plan.family, job.manifest.reader, spool)
+        spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
+        model, paths = empty_model(job.plan.source.config), job.plan.family
+        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.device)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
     return lambda layer: found()(layer)
