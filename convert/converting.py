@@ -23,7 +23,7 @@ from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
-from convert.planning.calibration import CalibrationText, GivenTexts
+from convert.planning.calibration import GivenTexts
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import OneText, text_of
 from eval.quality.evaluation import prepare
@@ -70,7 +70,12 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
                 _log.warning(remark)
             if text.own is not None:
                 write_own_text(work.path, text.own)
-        statistics = _for_statistics(inputs, shared, text, plan.reads_projections) if shared and text else work.steps
+        statistics = work.steps
+        if shared and text:
+            seen, behind = text.surveyed(), ["behind norms"] if plan.reads_projections else []
+            statistics = _shared(
+                inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind
+            )
         job = Job(plan, manifest, work, text, device, progress, statistics)
         with work.kept_without_memory(device, _LESS_MEMORY):
             provenance = convert_layers(job)
@@ -95,9 +100,3 @@ def _shared(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
     directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _for_statistics(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
-    """The directory of the statistics of the source on this text."""
-    seen, behind = text.surveyed(), ["behind norms"] if behind_norms else []
-    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind)

@@ -23,7 +23,7 @@ from convert.execute.layer import Layer, changed, error_of
 from convert.execute.manifest import manifest_of, without_computed
 from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
-from convert.execute.weights import MakeLayer, calibration_bytes, unwritten, write_weights
+from convert.execute.weights import MakeLayer, calibration_bytes, write_weights
 from convert.output.companions import copy_code, copy_companions, write_config
 from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.planning.calibration import CalibrationText
@@ -40,7 +40,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
     plan, work, source, target = job.plan, job.work, job.plan.source, job.plan.target
     try:
         shards = job.manifest.shards(plan.output.max_shard_size)
-        needed = unwritten(work, shards)
+        needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
         work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, target.config(source.raw, plan.family, target.spec, None))
         surveyed = _surveyed(job, job.text) if job.text and plan.reads_text else None

@@ -68,7 +68,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors that a conversion writes.
+    """All tensors that a conversion writes. It makes, by name, those that are not of attentions.
 
     Attributes:
         reader: Reads the source's tensors.
@@ -81,9 +81,16 @@ class Manifest:
     dropped: dict[str, str]
 
     @cached_property
-    def outputs(self) -> dict[str, TensorInfo]:
+    def infos(self) -> dict[str, TensorInfo]:
         """The infos of all tensors that are written, by name."""
         return {name: info for unit in self.units for name, info in unit.outputs.items()}
+
+    @cached_property
+    def _unit_of(self) -> dict[str, Unit]:
+        return {name: unit for unit in self.units for name in unit.outputs if unit.layer is None}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._unit_of[name].make(self.reader.__getitem__)[name]
 
     @property
     def nbytes(self) -> int:
@@ -102,24 +109,6 @@ class Manifest:
         return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
-class Unconverted:
-    """The tensors of a result, made from the source: all but those of attentions.
-
-    Args:
-        manifest: That of the result.
-
-    Attributes:
-        infos: The infos of all tensors, those of attentions included.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.infos, self._reader = manifest.outputs, manifest.reader
-        self._unit_of = {name: unit for unit in manifest.units for name in unit.outputs if unit.layer is None}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._unit_of[name].make(self._reader.__getitem__)[name]
-
-
 def loadable_manifest(plan: Plan) -> Manifest:
     """The tensors to write. Their names and shapes are those of the class: no work starts that could not be loaded.
 
@@ -135,7 +124,7 @@ def loadable_manifest(plan: Plan) -> Manifest:
     manifest = manifest_of(reader, family, host, sized, plan.output.dtype, plan.target.copies)
     require_loadable(source.config, without_computed(family, reader), "the source")
     if not plan.target.copies:
-        require_loadable(sized, manifest.outputs, f"the {spec.kind} of it")
+        require_loadable(sized, manifest.infos, f"the {spec.kind} of it")
     return manifest
 
 

@@ -14,7 +14,6 @@ from convert.execute.manifest import Manifest
 from convert.families import Family
 from convert.hosts import Host
 from convert.hosts.engines import ENGINES, Engine
-from convert.methods.text import Method
 from convert.output.card import command_line, inherited_licence, metadata_of, render
 from convert.output.provenance import versions
 from convert.planning.base import Plan
@@ -98,7 +97,7 @@ def _calibration(text: CalibrationText) -> dict[str, Any]:
 
 def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
     """The fate of every tensor of the source, and the origin of every tensor of the result."""
-    written, infos = manifest.outputs, manifest.reader.infos
+    written, infos = manifest.infos, manifest.reader.infos
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
         source.name: place.name
@@ -128,7 +127,8 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         plan: The plan that was carried out.
         provenance: conversion.json without its `run`.
     """
-    evaluation, recipe = provenance.get("evaluation"), plan.recipe
+    evaluation, recipe, method = provenance.get("evaluation"), plan.recipe, plan.target.method
+    summary = f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
     options = {name: value for name, value in recipe.options.items() if name != "model"}
     texts = as_options(plan.calibration.texts) if plan.calibration else {}
     model = recipe.options["model"] if plan.source.repository else plan.source.reference
@@ -139,7 +139,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
-        summary=_summary(plan.target.method) if provenance["method"] else markdown(str(provenance["notes"][0])),
+        summary=summary if provenance["method"] else markdown(str(provenance["notes"][0])),
         command=command_line(recipe.command, model, options | texts),
         bytes=provenance["kv_bytes_per_token"],
         plan=plan,
@@ -199,7 +199,3 @@ def _cache_remarks(host: Host, spec: AttentionSpec, engines: list[Engine]) -> li
         said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
         found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
     return found
-
-
-def _summary(method: Method) -> str:
-    return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"

@@ -25,7 +25,6 @@ from convert.checkpoint.loading import empty_model
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.execute.layer import Layer, changed, error_of
-from convert.execute.manifest import Unconverted
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice
@@ -82,8 +81,8 @@ class _Pair:
         cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.device
         self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
-        made = Unconverted(job.manifest)
-        self.student = LayerStream(empty_model(config), self._layout, made, blocks, steps / "student", device, cache)
+        made = empty_model(config)
+        self.student = LayerStream(made, self._layout, job.manifest, blocks, steps / "student", device, cache)
 
     def begin(self, missing: int) -> int:
         """The last layer up to `missing` whose inputs exist for both models; else 0, whose inputs are made anew.

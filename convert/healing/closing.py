@@ -78,7 +78,7 @@ def heal_result(
     with memory_for("the healing of the result", hint):
         try:
             healing = _planned(plan, work, tokens, count, device)
-            blocks = TrainingText.of([calibrated], context, healing.tokens, healing.batch, judged, healing.retrieval_limit)
+            blocks = TrainingText.of(healing, [calibrated], judged)
             return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
@@ -110,18 +110,18 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    outcome, where = train(plan, text, reader, work.training, progress, opened)
+    outcome = train(plan, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
-        for file, hash_ in write_files(work.path, reader, outcome.weights, where, progress):
+        for file, hash_ in write_files(work.path, reader, outcome.weights, outcome.tensors, progress):
             work.note(file, work.done(file), hash_)
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:
-            _adopt(student, Reader(work.path), where)
+            _adopt(student, Reader(work.path), outcome.tensors)
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
-    course = {**course_of(plan, text, outcome), "tensors": sorted(where) if outcome.weights else []}
+    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.tensors)}
     work.remember(_COURSE, {"files": files, "course": course})
     return course
 

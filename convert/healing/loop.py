@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -104,16 +104,18 @@ class Outcome:
         progressed: The rate and the curve.
         after: The point of the weights as they are written.
         weights: These, by name; empty if those of the converted checkpoint stay.
+        tensors: The one of these that each tensor to write holds.
     """
 
     progressed: Progressed
     after: Point
     weights: dict[str, torch.Tensor]
+    tensors: dict[str, str]
 
 
 def train(
     plan: HealPlan, text: TrainingText, reader: Reader, checkpoints: Path, progress: Progress, opening: Opening = load
-) -> tuple[Outcome, dict[str, str]]:
+) -> Outcome:
     """Train the student, from its last checkpoint on. Every process calls this.
 
     Args:
@@ -124,20 +126,15 @@ def train(
         progress: Called with the tokens seen.
         opening: Loads the models.
 
-    Returns:
-        The outcome, and the trained parameter that each tensor to write holds.
-
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
     with distillation_of(plan, opening) as (module, what, names):
-        where = held_parameters(plan.model, reader, names)
-        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
         trainer = HealingTrainer(plan, text, module, what, checkpoints)
-        outcome, accelerator = _healed(plan, trainer, stored, progress), trainer.accelerator
+        outcome, accelerator = _healed(plan, trainer, reader, names, progress), trainer.accelerator
         del trainer
         accelerator.free_memory()
-    return outcome, where
+    return outcome
 
 
 @contextlib.contextmanager
@@ -160,15 +157,15 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
         yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what, names
 
 
-def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.dtype], progress: Progress) -> Outcome:
-    """Choose a learning rate, and train until the steps are done or gain nothing any more. `stored`: dtypes on disk."""
+def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, names: list[str], progress: Progress) -> Outcome:
+    """Choose a learning rate, and train until the steps are done or gain nothing any more. `names`: those that train."""
     checkpoint, progressed = _last(trainer)
     if progressed is None:
         start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
         if start.kl <= _EXACT:
             lost = f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}"
             _tell(trainer, logging.WARNING, lost)
-            return Outcome(Progressed(0.0, {}, [start]), start, {})
+            return Outcome(Progressed(0.0, {}, [start]), start, {}, {})
         progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
         trainer.add_callback(_Course(plan, trainer, progressed))
@@ -181,13 +178,14 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.
     if progressed.step < plan.steps:
         stopped = f"stopped after step {progressed.step} of {plan.steps}"
         _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
-    return _outcome(trainer, progressed, stored)
+    return _outcome(trainer, progressed, reader, held_parameters(plan.model, reader, names))
 
 
-def _outcome(trainer: HealingTrainer, progressed: Progressed, stored: Mapping[str, torch.dtype]) -> Outcome:
+def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader, tensors: dict[str, str]) -> Outcome:
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
+        stored = {parameter: reader.infos[name].dtype for name, parameter in tensors.items()}
         rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(best.step).items()}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
@@ -199,9 +197,9 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, stored: Mapping[st
         trainer.put({name: weight.float() for name, weight in rounded.items()})
         kl, loss_nats = trainer.measure()
         if kl < start.kl:
-            return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded)
+            return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded, tensors)
     _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
-    return Outcome(progressed, start, {})
+    return Outcome(progressed, start, {}, {})
 
 
 # ---- learning rates ----------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
                 named = {"source": plan.teacher, "converted": plan.converted}
                 provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
             work.complete(provenance, card(plan, provenance))
-    return Healing(plan, agreed(work.provenance))
+    return _told(plan, agreed(work.provenance))
 
 
 def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
@@ -96,15 +96,14 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY):
         agreed(work.training)
         try:
-            outcome, where = train(plan, text, reader, work.training, progress)
+            outcome = train(plan, text, reader, work.training, progress)
         finally:
             if any(work.training.iterdir()):
                 work.keep()
-    for _ in write_files(work.path, reader, outcome.weights, where, progress):
+    for _ in write_files(work.path, reader, outcome.weights, outcome.tensors, progress):
         pass
     calibrated = write_beside(work.path, plan.converted, plan.context if outcome.weights else 0)
-    healed = sorted(where) if outcome.weights else []
-    return provenance_of(plan, texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {})
+    return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})
 
 
 def _follow(plan: HealPlan) -> Healing:
@@ -112,4 +111,8 @@ def _follow(plan: HealPlan) -> Healing:
     texts = TrainingTexts.read(plan)
     if checkpoints := agreed(None):
         train(plan, texts.written_by_first(), Reader(plan.converted.files), checkpoints, silent)
-    return Healing(plan, agreed(None))
+    return _told(plan, agreed(None))
+
+
+def _told(plan: HealPlan, provenance: dict[str, Any]) -> Healing:
+    return Healing(plan, float(provenance["healing"]["passes"]), provenance)

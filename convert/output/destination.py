@@ -91,8 +91,9 @@ def _require_destination(output: Path) -> None:
         )
     if os.path.ismount(output):
         raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
-    if not output.resolve().name or not _is_unicode(output):
-        raise Refusal(f"OUTPUT {str(output)!r} is not a name for a directory", hint="choose another")
+    whole = str(output)
+    if not output.resolve().name or whole.encode(errors="ignore").decode() != whole:  # safetensors needs valid Unicode
+        raise Refusal(f"OUTPUT {whole!r} is not a name for a directory", hint="choose another")
 
 
 def _is_ours(partial: Path) -> bool:
@@ -114,12 +115,3 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_provenance(output: Path) -> dict[str, Any]:
     """conversion.json of an OUTPUT, empty if there is none that can be read."""
     return read_object(output / _PROVENANCE) or {}
-
-
-def _is_unicode(path: Path) -> bool:
-    """Whether the path is valid Unicode, as safetensors needs."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -19,15 +19,18 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance
 from convert.output.lock import exclusive
-from convert.output.provenance import Clock, write_card, write_provenance
+from convert.output.provenance import write_provenance
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 from eval.inputs.source import Source
@@ -139,7 +142,7 @@ class Work:
         self.noun, self._given, self._output = noun, output, output.path.resolve()  # now: what appears later may be a link
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
         self._digest = hashlib.sha256(json.dumps([self._inputs, dict(optional)], sort_keys=True).encode()).hexdigest()
-        self._clock, self._models = Clock(), models
+        self._models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
         self._root = partial_path(output.path)
         self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
         self._replaceable: dict[str, tuple[int, int, int]] = {}
@@ -267,13 +270,20 @@ class Work:
             provenance: conversion.json, without its entry `run`, which differs between runs of the same inputs.
             card: The text of README.md.
         """
-        write_card(self.path, card)
+        (self.path / "README.md").write_text(card, encoding="utf-8")
         files = {
             ("" if model is self._models[-1] else "teacher/") + name: stat
             for model in self._models
             for name, stat in model.fingerprint.items()
         }
-        run = self._clock.run(self._given.path, files) | {"inputs": self._digest}
+        run = {
+            "output": str(self._given.path),
+            "source_files": files,
+            "started": self._started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self._began, 3),
+            "machine": platform.node(),
+            "inputs": self._digest,
+        }
         self.provenance = {**provenance, "run": run}
         write_provenance(self.path, self.provenance)
         return self.provenance

@@ -37,7 +37,7 @@ class LatentBounds:
     @cached_property
     def rotary_dim(self) -> int:
         """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-        return rotary_dim(self.family)
+        return _rotary_dim(self.family)
 
     @property
     def rotary_keys(self) -> int:
@@ -78,10 +78,9 @@ class LatentBounds:
 
 def smallest_latent(family: Family) -> AttentionSpec:
     """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
-    return family.spec.latent(1, min(2, rotary_dim(family)))
+    return family.spec.latent(1, min(2, _rotary_dim(family)))
 
 
-def rotary_dim(family: Family) -> int:
-    """Rotary dims of one head in layers with RoPE; 0 if there are none."""
+def _rotary_dim(family: Family) -> int:
     rotary = family.first_rotary
     return rotary.dims if rotary else 0

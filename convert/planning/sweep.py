@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from attention.errors import Refusal
 from convert import methods
@@ -47,11 +46,11 @@ def plans_for(
     source, calibration = request.source, request.calibration
     require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
-    counts = Counter(candidate.name for candidate in candidates)
+    counts = Counter(name for name, *_ in candidates)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
-    _require_use(calibration, [candidate.method for candidate in candidates])
-    if idle := sorted(set(names or ()) - {candidate.method.name for candidate in candidates}):
+    _require_use(calibration, [method for _, method, _ in candidates])
+    if idle := sorted(set(names or ()) - {method.name for _, method, _ in candidates}):
         raise Refusal(
             f"{' and '.join(idle)} of --methods can make none of the targets",
             hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
@@ -74,34 +73,21 @@ def plans_for(
     return plans
 
 
-class _Candidate(NamedTuple):
-    """A possible result of a sweep.
-
-    Attributes:
-        name: The name of its directory.
-        method: The method that makes it.
-        plan: Maps a request to its plan.
-    """
-
-    name: str
-    method: Method
-    plan: Callable[[Request], Plan]
-
-
 def _candidates(
     request: Request, groups: Sequence[int] | None, latents: Sequence[LatentSize] | None, names: Sequence[str] | None
-) -> list[_Candidate]:
+) -> list[tuple[str, Method, Callable[[Request], Plan]]]:
+    """The possible results: the name of the directory of each, the method that makes it, and what plans it."""
     heads = convertible(request.source).spec.num_kv_heads
     if groups is None and latents is None:
         groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
         latents = [LatentSize(kv_share=share) for share in _SHARES]
     candidates = [
-        _Candidate(f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
+        (f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
         for n in groups or ()
         for m in map(methods.load_grouped, _chosen(methods.GROUPED, names))
     ]
     return candidates + [
-        _Candidate(f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
+        (f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
         for size in latents or ()
         for m in map(methods.load_latent, _chosen(methods.LATENT, names))
         if m.text is not TextUse.NEEDED or not request.calibration.no_text or names

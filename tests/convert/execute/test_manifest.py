@@ -34,7 +34,7 @@ def written_of(source: Path, groups: int | None = None) -> tuple[set[str], dict[
     """Names of what a conversion writes; what it drops, with reasons. No weights are read."""
     plan = planned(source, groups)
     manifest = loadable_manifest(plan)
-    return set(manifest.outputs), manifest.dropped
+    return set(manifest.infos), manifest.dropped
 
 
 # ---- conversion.json -------------------------------------------------------------------------------------------------
