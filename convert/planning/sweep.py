@@ -97,25 +97,22 @@ def _candidates(
 def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
     """Refuse text that no method of the sweep uses, and steps that none takes."""
     uses = {method.text for method in made_by}
-    steps = wanted.steps.flags
+    steps = replace(wanted, texts=(), tokens=None, context=None, max_context=None).flags  # beyond a method
     for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
         if idle and uses and not enough:
+            known: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
+            ours = [method.name for method in known if method.text is TextUse.USED]  # with text, they can take these steps
             raise Refusal(
-                f"no method of this sweep has any use for {idle}",
-                hint=f"leave it out, or add {' or '.join(_ours())} to --methods",
+                f"no method of this sweep has any use for {idle}", hint=f"leave it out, or add {' or '.join(ours)} to --methods"
             )
-
-
-def _ours() -> list[str]:
-    """Our own methods: with text, they can take the steps beyond a method."""
-    found: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
-    return [method.name for method in found if method.text is TextUse.USED]
 
 
 def _calibration(method: Method, text: CalibrationOptions) -> CalibrationOptions:
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()
-    return replace(text, heal=text.heal or 0) if method.text is TextUse.USED else text.text_alone
+    if method.text is TextUse.USED:
+        return replace(text, heal=text.heal or 0)
+    return CalibrationOptions(text.texts, text.tokens, text.context, no_text=text.no_text)
 
 
 def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:
