@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -149,3 +151,15 @@ def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
     """A conversion to `out` said why it ended, and nothing is left."""
     refused(result, code, message)
     assert list(out.parent.glob(f"{out.name}*")) == []
+
+
+def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: BaseException) -> None:
+    """Let a function raise an error in place of its call of this number, from 1 on."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        if next(calls) == count:
+            raise error
+        return function(*given, **named)
+
+    patch.setattr(owner, name, stopped)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run
+from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run, stop_at
 
 from convert import sweeping as module
 from convert.checkpoint.shelf import Shelf
@@ -169,18 +169,9 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     import convert.execute.weights as execute
 
     within, evaluating = (execute, "write_shard", 3), (module, "report_of", 1)
-    owner, name, count = within if place == "within one" else evaluating
-    function, left = getattr(owner, name), [count]
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise how
-        return function(*args, **kwargs)
-
     source, out, command = swept.source, tmp_path / "out", swept.command
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
+        stop_at(patch, *(within if place == "within one" else evaluating), how)
         stopped = convert("sweep", source, out, *command)
     assert stopped.exit_code == (1 if isinstance(how, OSError) else 130)
     assert ("No space left on device" if isinstance(how, OSError) else "interrupted") in stopped.stderr

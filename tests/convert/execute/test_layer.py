@@ -275,15 +275,6 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edit(path, dtype="float32")
 
 
-def test_bundled_heads_that_are_pairwise_equal_merge_without_loss(
-    paired: Path, convert: Convert, logits: Logits, tmp_path: Path
-) -> None:
-    for groups, exact in ((4, True), (2, False)):
-        ok(convert("gqa", paired, tmp_path / str(groups), "--groups", groups))
-        difference = float((logits(tmp_path / str(groups)) - logits(paired)).abs().max())
-        assert (difference < 1e-4) if exact else (difference > 1)
-
-
 @pytest.mark.parametrize(("rank", "rope", "exact"), [(129, 128, True), (129, 126, False), (97, 128, False)])
 def test_the_bundled_model_is_lossless_down_to_its_true_rank(
     rank: int, rope: int, exact: bool, paired: Path, convert: Convert, logits: Logits, tmp_path: Path

@@ -7,27 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import factored, grouped
 from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok, read, weights
 
 from convert.execute.manifest import loadable_manifest
-from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
-from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
+from convert.planning.base import Plan
 from eval.inputs.source import Source
 
 
-def planned(source: Path, groups: int | None = None, dtype: str | None = None) -> Plan:
+def planned(path: Path, groups: int | None = None) -> Plan:
     """To fewer heads, or to a latent."""
-    request = Request(
-        Source.parse(str(source)), Output(source.with_name("planned"), dtype), CalibrationOptions(), "cpu", 0, True
-    )
-    if groups:
-        return plan_grouped(request, "gqa", groups, load_grouped("mean"))
-    return plan_latent(request, LatentSize(16, 8), load_latent("svd"))
+    source, output = Source.parse(str(path)), Output(path.with_name("planned"))
+    return grouped(source, output, groups) if groups else factored(source, output, kv_lora_rank=16, qk_rope_head_dim=8)
 
 
 def written_of(source: Path, groups: int | None = None) -> tuple[set[str], dict[str, str]]:

@@ -7,42 +7,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plans import TEXT, factored
 
 from attention.errors import Refusal
 from attention.formats import FORMATS as FORMAT
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
-from convert.methods import load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
 from convert.planning.bounds import LatentBounds
 from convert.planning.budget import FORMATS
-from convert.planning.calibration import CalibrationOptions
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
 from convert.planning.targets import LatentTarget
-from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions(texts_of("some.txt", None))
-
-
-def planned(source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, **size: Any) -> Plan:
-    request = Request(source, output, text or CalibrationOptions(), "cpu", 7)
-    return plan_latent(request, LatentSize(**size), load_latent(method))
 
 
 def target(*args: Any, **size: Any) -> LatentTarget:
-    found = planned(*args, **size).target
+    found = factored(*args, **size).target
     assert isinstance(found, LatentTarget)
     return found
 
 
 def refused(*args: Any, **size: Any) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        planned(*args, **size)
+        factored(*args, **size)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -52,7 +41,7 @@ def refused(*args: Any, **size: Any) -> Refusal:
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
     made = source()  # 4 KV heads × 8, width 64
-    plan = planned(made, output, kv_lora_rank=16, qk_rope_head_dim=8)
+    plan = factored(made, output, seed=7, kv_lora_rank=16, qk_rope_head_dim=8)
     found = plan.target
     assert isinstance(found, LatentTarget)
     assert (plan.source, plan.output, plan.seed, plan.calibration) == (made, output, 7, None)
@@ -117,7 +106,7 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
 def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> None:
     made = source("deepseek_v3")  # MLA-16+8
     for method, text in (("svd", None), ("weighted", TEXT), ("pca", TEXT)):
-        plan = planned(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
+        plan = factored(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
         assert plan.target.copies
         assert plan.target.spec == plan.before == AttentionSpec(3, 8, 8, 10, 16, 8, 12)
         assert plan.calibration is None
@@ -172,7 +161,7 @@ def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
 @pytest.mark.parametrize("share", [0.2, 0.35])
 def test_a_budget_is_counted_in_the_format(form: str | None, share: float, source: Sources, output: Output) -> None:
     made = source(num_hidden_layers=2, head_dim=32)
-    plan = planned(made, output, kv_share=share, cache_dtype=form)
+    plan = factored(made, output, kv_share=share, cache_dtype=form)
     spec, budget = plan.target.spec, share * plan.before.bytes_per_token(made.dtype)
     held = spec.bytes_per_token(plan.cache_dtype)
     assert plan.cache_dtype == (form or made.dtype)
@@ -184,12 +173,12 @@ def test_a_budget_is_counted_in_the_format(form: str | None, share: float, sourc
 
 @pytest.mark.parametrize(("form", "kept"), [("q8_0", 320), ("q4_0", 200), ("int4", 60)])
 def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept: int, source: Sources, output: Output) -> None:
-    spec = planned(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
+    spec = factored(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
     assert spec.bytes_per_token(form) <= kept
     refusal = refused(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
     least = int(str(refusal.hint).split()[3])
     assert 30 < least <= spec.bytes_per_token(form)
-    planned(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
+    factored(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
 
 
 def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output: Output) -> None:
@@ -207,7 +196,7 @@ def test_a_budget_has_a_format_by_rule(
     """The first of its row that the engine stores, and that a portable result can have."""
     given = dict(changes)
     where, share = replace(output, engine=given.pop("engine", None)), above or 0.1
-    plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
+    plan = factored(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
     stored = [form for form in formats if not (changes and FORMAT[form].classes)]
     form = next(form for form in stored if not where.engine or form.startswith("q"))
     assert plan.cache_dtype == form
@@ -217,7 +206,7 @@ def test_a_budget_has_a_format_by_rule(
 
 
 def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sources, output: Output) -> None:
-    plan = planned(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
+    plan = factored(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
     assert plan.cache_dtype == "float32"
     assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
@@ -272,6 +261,6 @@ def test_sizes_that_do_not_fit_are_refused(
     output = replace(output, engine=size.pop("engine", None))
     method, text = ("weighted", TEXT) if "portable" in size or size.get("cache_dtype") == "auto" else ("svd", None)
     with pytest.raises(Refusal) as caught:
-        planned(source(model_type, **changes), output, method, text, **size)
+        factored(source(model_type, **changes), output, method, text, **size)
     assert message in f"{caught.value} {caught.value.hint}"
     assert "\n" not in str(caught.value)
