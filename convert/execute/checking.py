@@ -6,9 +6,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,14 +35,8 @@ _WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Text to check on.
-
-    Attributes:
-        text: Its name.
-        ids: `[n, T]`.
-    """
+class Sample(NamedTuple):
+    """Text to check on: its name, and ids `[n, T]`."""
 
     text: str
     ids: torch.Tensor

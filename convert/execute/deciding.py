@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -34,15 +34,10 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     """
     if kept := job.work.recall("choice"):  # of an interrupted run
         return Choice(tuple(kept["pairs"]), tuple(kept["ranks"]))
-    choice = _chosen(job, target, statistics)
-    job.work.remember("choice", asdict(choice))
-    return choice
-
-
-def _chosen(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
     pairs = target.method.allocate(_measured(job, target, statistics), count, allocation) if count else ()
     ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
+    job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
     return Choice(pairs, ranks)
 
 

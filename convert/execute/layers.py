@@ -24,6 +24,7 @@ from convert.execute.manifest import manifest_of, without_computed
 from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
 from convert.execute.weights import MakeLayer, calibration_bytes, write_weights
+from convert.methods.text import TextUse
 from convert.output.companions import copy_code, copy_companions, write_config
 from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.planning.calibration import CalibrationText
@@ -43,8 +44,9 @@ def convert_layers(job: Job) -> dict[str, Any]:
         needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
         work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, target.config(source.raw, plan.family, target.spec, None))
-        surveyed = _surveyed(job, job.text) if job.text and plan.reads_text else None
-        choice = Choice()
+        choice, surveyed = Choice(), None
+        if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
+            surveyed = _surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:
             choice = choose(job, target, surveyed or job.assumed)
         spec = plan.sized(choice.ranks)
@@ -85,7 +87,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
 
 def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsOf | None) -> MakeLayer:
     """Maps a layer's index to the converted layer; `spec` has the sizes of the result."""
-    if job.text and surveyed and job.text.calibration.in_sequence and not job.plan.target.copies:
+    if job.text and job.text.calibration.in_sequence:
         return in_sequence(job, job.text, choice, spec)
     layout, statistics = job.plan.layout, surveyed or job.assumed
 

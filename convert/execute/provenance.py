@@ -13,7 +13,7 @@ from convert.execute.job import Job
 from convert.execute.manifest import Manifest
 from convert.families import Family
 from convert.hosts import Host
-from convert.hosts.engines import ENGINES, Engine
+from convert.hosts.engines import ENGINES
 from convert.output.card import command_line, inherited_licence, metadata_of, render
 from convert.output.provenance import versions
 from convert.planning.base import Plan
@@ -170,7 +170,11 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
     """How to load and serve a result of these sizes, as conversion.json keeps it and cards say it."""
     own, made = host.name == "its own class", (host, family, spec)
     objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
-    served = [engine for engine, objection in objections.items() if objection is None]
+    remarks = list(host.remarks)
+    for engine in (engine for engine, objection in objections.items() if objection is None):
+        caches = engine.stores(host, spec)
+        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
+        remarks += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
     return {
         "model_type": host.layout(family).model_type,
         "needs_code": bool(host.code),
@@ -184,18 +188,5 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
             }
             for engine, objection in objections.items()
         ],
-        "remarks": [
-            *host.remarks,
-            *_cache_remarks(host, spec, served),
-        ],
+        "remarks": remarks,
     }
-
-
-def _cache_remarks(host: Host, spec: AttentionSpec, engines: list[Engine]) -> list[str]:
-    """In which formats these engines store the result's cache, and with what option."""
-    found = []
-    for engine in engines:
-        caches = engine.stores(host, spec)
-        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
-        found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
-    return found

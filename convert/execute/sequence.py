@@ -45,15 +45,19 @@ def in_sequence(job: Job, text: CalibrationText, choice: Choice, spec: Attention
     """
     shelf = Shelf(job.work.steps, "layer")
     layers = job.plan.before.num_layers
+
+    def get(layer: int) -> Layer:
+        return Layer(*shelf.get(layer))
+
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
-        return partial(_get, shelf)
+        return get
     pair = _Pair(job, text, choice, spec)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
             if shelf.has(layer):
-                converted = _get(shelf, layer)
+                converted = get(layer)
                 pair.teacher.advance(layer)
             else:
                 converted = pair.converted(layer)
@@ -63,11 +67,7 @@ def in_sequence(job: Job, text: CalibrationText, choice: Choice, spec: Attention
             done(1)
     for stream in (pair.teacher, pair.student):
         stream.discard()
-    return partial(_get, shelf)
-
-
-def _get(shelf: Shelf, layer: int) -> Layer:
-    return Layer(*shelf.get(layer))
+    return get
 
 
 class _Pair:

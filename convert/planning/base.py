@@ -146,12 +146,6 @@ class Plan:
         return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED
 
     @property
-    def reads_text(self) -> bool:
-        """Whether layers are converted by the calibration text: not if it is only there to heal the result."""
-        text = self.calibration
-        return text is not None and (text.in_sequence or self.target.method.text is not TextUse.IGNORED)
-
-    @property
     def reads_projections(self) -> bool:
         """Whether what it makes is behind the source's projections (`attention.record.Projections`)."""
         return self.target.host.reads_projections(self.family)

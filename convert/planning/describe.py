@@ -313,12 +313,9 @@ def support_text(rows: list[dict[str, Any]]) -> str:
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each target without an output class and each type that is not read on purpose, and what else is read."""
     targets = [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
-    return [*targets, *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())), *_found()]
-
-
-def _found() -> list[str]:
-    """What experiments read."""
     return [
+        *targets,
+        *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())),
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
         f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
     ]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import CalibrationOptions
-    from convert.planning.targets import LatentTarget
 
 
 def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Plan:
@@ -61,7 +60,11 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
         require_stored(engine, size.cache_dtype, engine.caches)
     target = Sizing(bounds, method, engine, dtype).target(size)
     if engine:
-        target = _checked(engine, bounds, target)
+        require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
+        if objection := engine.objection(bounds.host, family, target.spec):
+            raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
+        if note := engine.note(bounds.before):  # what its user should know
+            target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
     calibration = _portable_calibration(method, request.calibration) if bounds.host.portable else request.calibration
     text = calibration_for(source.max_positions, family.skips, method, calibration)
@@ -80,16 +83,6 @@ def _host(family: Family, size: LatentSize, engine: Engine | None) -> Host:
     runs = [host.name for host in PORTABLE if engine and unfit(host, family, smallest, engine) is None]
     hint = f"give --portable and --text FILE: {engine.name} runs a {runs[0]}" if engine and runs else None
     return host_of(HOSTS["mla"], family, smallest, engine, hint)
-
-
-def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
-    """The target, with what the engine's user should know of it; refused if the engine does not run it."""
-    require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
-    objection = engine.objection(bounds.host, bounds.family, target.spec)
-    if objection is not None:
-        raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
-    note = engine.note(bounds.before)
-    return replace(target, notes=(*target.notes, note)) if note else target
 
 
 def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
