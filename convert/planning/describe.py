@@ -319,14 +319,3 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
         f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
     ]
-
-
-def support_markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, in which families with the same output classes share a row, and why others have none."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        together.setdefault(tuple(row[kind] for kind in HOSTS), []).append(row["family"])
-    lines = [f"| {', '.join(names)} | {' | '.join(classes)} |" for classes, names in together.items()]
-    kinds = [f"to {kind.upper()}" for kind in HOSTS]
-    reasons = [f"- {line}" for line in refusals(rows)]
-    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
