@@ -82,9 +82,9 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
-            healing = heal_result(plan, work, tokens, texts.unseen, device, progress, opened) if texts and tokens else None
+            healing = heal_result(plan, work, tokens, texts.unseen, progress, opened) if texts and tokens else None
             others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-            check = checked(plan, work.path, others, device, own_texts, progress, opened) if plan.checks else None
+            check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}
             if evaluate_on:
                 models = {"source": source}

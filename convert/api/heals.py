@@ -48,7 +48,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
     plan = plan_heal(source, teacher, wanted, where, given["device"], given["seed"])
     for model in (plan.converted, plan.teacher):
-        check_output(where.path, model.directory, where.overwrite, where.resume)
+        check_output(where, model.directory)
     if given["time"] is not None:
         plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:

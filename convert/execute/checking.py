@@ -20,7 +20,6 @@ from convert.planning.base import Plan
 from convert.planning.calibration import Calibration
 from convert.planning.memory import lacks_room
 from eval.inputs.loading import load
-from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.quality.opened import Opened, Opening
@@ -51,7 +50,6 @@ def checked(
     plan: Plan,
     result: Path,
     given: Sequence[Sample],
-    device: torch.device,
     kept: Path,
     progress: Progress,
     opened: Opened,
@@ -62,7 +60,6 @@ def checked(
         plan: Of the conversion.
         result: The directory of its checkpoint.
         given: Of the texts that the user gave, blocks that were not fitted.
-        device: Where models run.
         kept: A directory for what the source writes.
         progress: Called with the blocks that are done.
         opened: Loads the models.
@@ -75,13 +72,13 @@ def checked(
         NotPublished: The result is of no use, and the user has not asked for it.
         Failure: The result does not run, or gives logits that are not finite.
     """
-    source, vocabulary = plan.source, plan.source.vocabulary
+    source, vocabulary, device = plan.source, plan.source.vocabulary, torch.device(plan.runs_on)
     if not opened.holds(source) and (missing := lacks_room(source.config, device)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     samples = list(given)
     try:
-        samples.insert(0, Sample("the source's own text", own_sample(source, plan.seed, device, kept, progress)))
+        samples.insert(0, Sample("the source's own text", own_sample(plan, kept, progress)))
     except KvfoldError as error:  # which says nothing of the result
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
@@ -110,16 +107,14 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
         ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
-                own_sample(plan.source, plan.seed, device, kept, progress, opened)
+                own_sample(plan, kept, progress, opened)
     return ids
 
 
-def own_sample(
-    source: Source, seed: int, device: torch.device, kept: Path, progress: Progress, opening: Opening = load
-) -> torch.Tensor:
+def own_sample(plan: Plan, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
     """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
-    length = min(OWN_LENGTH, source.max_positions or OWN_LENGTH)
-    return own_text(source, OWN_ROWS, length, seed + 1, device, kept, progress, opening=opening)
+    length, device = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH), torch.device(plan.runs_on)
+    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress, opening=opening)
 
 
 @torch.inference_mode()

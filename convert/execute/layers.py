@@ -52,9 +52,9 @@ def convert_layers(job: Job) -> dict[str, Any]:
         spec = plan.sized(choice.ranks)
         if choice.ranks:
             sized = target.host.sized(source.raw, plan.family, spec)
-            manifest = manifest_of(job.manifest.reader, plan.family, target.host, sized, plan.output.dtype, target.copies)
+            manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = write_weights(work, job.manifest, shards, _layers(job, choice, spec, surveyed), job.progress)
+        layers = write_weights(job, shards, _layers(job, choice, spec, surveyed))
         rotary = choice.rotary(plan.rotary) if isinstance(target, LatentTarget) else None
         write_config(work.path, plan.config(spec, rotary), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)

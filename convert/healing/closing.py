@@ -31,7 +31,7 @@ _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a w
 
 
 def heal_result(
-    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress, opened: Opened
+    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, progress: Progress, opened: Opened
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
@@ -43,7 +43,6 @@ def heal_result(
         work: Its work directory.
         text: The calibration text.
         unseen: Blocks of such text that nothing was fitted to, to judge by; None to judge by some of the calibration text.
-        device: Where it trains.
         progress: Called with the progress of each stage.
         opened: Loads the models. The result in it has the healed weights then.
 
@@ -77,7 +76,7 @@ def heal_result(
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            healing = _planned(plan, work, tokens, count, device)
+            healing = _planned(plan, work, tokens, count)
             blocks = TrainingText.of(healing, [calibrated], judged)
             return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
@@ -90,12 +89,12 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     return replace(text, ids=rows[:, : context // part * part].flatten())
 
 
-def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.device) -> HealPlan:
+def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
     assert plan.calibration is not None
     result = plan.source.beside(work.path, "the result")
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    healing = plan_heal(result, plan.source, options, plan.output, str(device), plan.seed)
+    healing = plan_heal(result, plan.source, options, plan.output, plan.runs_on, plan.seed)
     if healing.batch > blocks // _LEAST_BLOCKS:
         options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
         healing = replace(healing, options=options)

@@ -46,16 +46,14 @@ def partial_path(output: Path) -> Path:
     return whole.with_name(whole.name + ".partial")
 
 
-def check_output(output: Path, source: Path | None, overwrite: bool, resume: bool) -> None:
+def check_output(given: Output, source: Path | None) -> None:
     """Refuse an OUTPUT that may not be written.
 
     Args:
-        output: As the user gave it.
+        given: As the user gave it. To resume, a finished conversion at OUTPUT passes, too: `Work` finds out which one it is.
         source: The source's directory, if it is local.
-        overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes, too: `Work` finds out
-            which one it is.
     """
+    output, overwrite, resume = given.path, given.overwrite, given.resume
     _require_destination(output)
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():

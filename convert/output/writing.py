@@ -63,7 +63,7 @@ def writing(
     with exclusive(output.path), explained(noun, output.path):
         require_unchanged = watched(models)
         for model in models:  # again, now that no other run writes
-            check_output(output.path, model.directory, output.overwrite, output.resume)
+            check_output(output, model.directory)
         work = Work(noun, output, models, inputs, optional or {})
         if work.provenance:
             _log.warning("%s is finished already, there is nothing to do", output.path)

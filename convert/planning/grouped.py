@@ -64,7 +64,7 @@ def plan_grouped(
     if (spec != before or rounds) and traits.clip is not None and not behind:
         _refuse_clip(traits.clip, method, cache_dtype if rounds else None)
     text = calibration_for(source.max_positions, family.skips, method, request.calibration)
-    check_output(output.path, source.directory, output.overwrite, output.resume)
+    check_output(output, source.directory)
     heads = before.num_kv_heads
     if spec == before and rounds and text is None:
         raise Refusal(

@@ -65,7 +65,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
             raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
         if note := engine.note(bounds.before):  # what its user should know
             target = replace(target, notes=(*target.notes, note))
-    check_output(output.path, source.directory, output.overwrite, output.resume)
+    check_output(output, source.directory)
     calibration = _portable_calibration(method, request.calibration) if bounds.host.portable else request.calibration
     text = calibration_for(source.max_positions, family.skips, method, calibration)
     if size.per_layer_ranks and text is None:

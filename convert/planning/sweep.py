@@ -58,7 +58,7 @@ def plans_for(
     plans: list[Plan] = []
     for name, method, plan in candidates:
         output = replace(request.output, path=request.output.path / name)
-        check_output(output.path, source.directory, output.overwrite, output.resume)
+        check_output(output, source.directory)
         try:
             plans.append(plan(replace(request, output=output, calibration=_calibration(method, calibration))))
         except Refusal as refusal:
