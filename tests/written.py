@@ -163,3 +163,19 @@ def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error:
         return function(*given, **named)
 
     patch.setattr(owner, name, stopped)
+
+
+def constants_stay(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """What makes the norms of latents neutral is the same, and padding is still zeros."""
+    latents = [name.removesuffix("kv_a_layernorm.weight") for name in before if name.endswith("kv_a_layernorm.weight")]
+    assert latents, "there is a latent"
+    for latent in latents:
+        norm, bias, down = (
+            f"{latent}kv_a_{part}" for part in ("layernorm.weight", "proj_with_mqa.bias", "proj_with_mqa.weight")
+        )
+        rank, empty = len(before[norm]), (before[down] == 0).all(1)
+        assert torch.equal(after[norm], before[norm])
+        assert torch.equal(after[bias][:rank], before[bias][:rank])
+        assert empty.any()
+        assert not after[down][empty].any()
+        assert not torch.equal(after[down], before[down])

@@ -20,6 +20,7 @@ from convert.output.provenance import Recipe, versions
 from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
+from convert.planning.texts import as_options
 from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
@@ -249,7 +250,9 @@ class Plan:
     @property
     def recipe(self) -> Recipe:
         """The command that repeats the result."""
-        text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
+        text: dict[str, Any] = {"no_text": True} if self.from_weights_alone else {}
+        if self.calibration:
+            text = self.calibration.as_options() | as_options(self.calibration.texts, absolute=True)
         options = {
             "model": location_of(self.source),
             **self.target.recipe(),

@@ -126,10 +126,6 @@ class Calibration:
             "heal": self.heal,
         }
 
-    def as_recipe(self) -> dict[str, Any]:
-        """The options with absolute paths, for a recipe that is read from another directory."""
-        return self.as_options() | as_options(self.texts, absolute=True)
-
 
 @dataclass(frozen=True)
 class GivenTexts:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from latents import SMALL
-from written import Convert, Find, Make, edit, ok, read, refused
+from written import Convert, Find, Make, ok, read, refused
 
 from attention.errors import Refusal
 from convert.arguments.sizes import parse_budget
@@ -122,26 +122,6 @@ def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert:
     result = convert("eval", "model", option)
     assert result.exit_code == 2
     assert f"{option} was removed: {removed.OPTIONS[option]}" in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "bert"}, "model type 'bert' cannot be read"),
-        ({"model_type": "baichuan", "auto_map": {"AutoConfig": "evil.Config"}}, "no class for model type 'baichuan'"),
-        ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
-        ({"hidden_size": 60}, "transformers does not accept the config"),
-        ({"per_layer_config": {"0": {"intermediate_size": 16}}}, "has layers with settings of their own (per_layer_config)"),
-    ],
-)
-def test_configs_that_cannot_be_converted(
-    changes: dict[str, Any], message: str, unread: Path, convert: Convert, tmp_path: Path
-) -> None:
-    edit(unread, **changes)
-    refused(convert("mqa", unread, tmp_path / "out"), 2, message)
-    refused(convert("inspect" if "per_layer_config" in changes else "plan", unread), 2, message)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

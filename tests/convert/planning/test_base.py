@@ -85,6 +85,8 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
         ({"model_type": "chatglm", "auto_map": OWN}, "model type 'chatglm' cannot be read: its class is code of its own"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5'): its decoder attends to an encoder's states, too"),
         ({"model_type": "mllama", "text_config": {}}, "model type 'mllama' cannot be read: layer 3 has no attention like"),
+        ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
+        ({"per_layer_config": {"0": {"intermediate_size": 16}}}, "has layers with settings of their own (per_layer_config)"),
     ],
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str, source: Sources) -> None:

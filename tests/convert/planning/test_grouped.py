@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from plans import TEXT, grouped
@@ -57,20 +56,6 @@ def test_norms_of_keys_are_remarked(
     notes = grouped(source(model_type), output, method=method).target.notes
     assert any(note.startswith("inexact: keys are normalised with gains per head") for note in notes) == inexact
     assert any("normalised, which costs in this class; gqa --class kvfold" in note for note in notes) == costs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"groups": 3}, "cannot make 3 groups from 4 KV heads: 3 does not divide 4 (choose 1, 2 or 4)"),
-        ({"groups": 0}, "cannot make 0 groups from 4 KV heads: it must be between 1 and 4 (choose 1, 2 or 4)"),
-        ({"groups": 16}, "cannot make 16 groups from 4 KV heads: it must be between 1 and 4 (choose 1, 2 or 4)"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str, source: Sources, output: Output) -> None:
-    with pytest.raises(Refusal) as caught:
-        grouped(source(), output, **arguments)
-    assert message in str(caught.value)
 
 
 def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None:
