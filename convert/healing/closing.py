@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.describe import course_of
@@ -117,18 +114,10 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
             work.note(file, work.done(file), hash_)
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:
-            _adopt(student, Reader(work.path), outcome.tensors)
+            for parameter in student.requires_grad_(False).parameters():  # it has the weights that were written
+                parameter.grad = None
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
     course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.tensors)}
     work.remember(_COURSE, {"files": files, "course": course})
     return course
-
-
-@torch.no_grad()
-def _adopt(student: Any, written: Reader, where: Mapping[str, str]) -> None:
-    """Give the student the weights that were written, and no gradients any more: others read it as the result."""
-    for tensor, parameter in where.items():
-        student.get_parameter(parameter).copy_(written[tensor])
-    for parameter in student.requires_grad_(False).parameters():
-        parameter.grad = None

@@ -25,7 +25,6 @@ from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Adapted, Trainable, compute_layers_again, trained
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
-from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
@@ -129,17 +128,17 @@ def train(
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
-    with distillation_of(plan, opening) as (module, what, names):
+    with distillation_of(plan, opening) as (module, what):
         trainer = HealingTrainer(plan, text, module, what, checkpoints)
-        outcome, accelerator = _healed(plan, trainer, reader, names, progress), trainer.accelerator
+        outcome, accelerator = _healed(plan, trainer, reader, progress), trainer.accelerator
         del trainer
         accelerator.free_memory()
     return outcome
 
 
 @contextlib.contextmanager
-def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable, list[str]]]:
-    """Both models in memory with the loss, what trains of the student, and the class's names of that.
+def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable]]:
+    """Both models in memory with the loss, and what trains of the student.
 
     The student is in fp32, and only what trains has gradients: these parameters, or LoRA beside them. The teacher is the source
     itself.
@@ -154,11 +153,11 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
-        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what, names
+        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what
 
 
-def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, names: list[str], progress: Progress) -> Outcome:
-    """Choose a learning rate, and train until the steps are done or gain nothing any more. `names`: those that train."""
+def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: Progress) -> Outcome:
+    """Choose a learning rate, and train until the steps are done or gain nothing any more."""
     checkpoint, progressed = _last(trainer)
     if progressed is None:
         start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
@@ -178,15 +177,16 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, names: list
     if progressed.step < plan.steps:
         stopped = f"stopped after step {progressed.step} of {plan.steps}"
         _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
-    return _outcome(trainer, progressed, reader, held_parameters(plan.model, reader, names))
+    return _outcome(trainer, progressed, reader)
 
 
-def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader, tensors: dict[str, str]) -> Outcome:
+def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) -> Outcome:
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
-        stored = {parameter: reader.infos[name].dtype for name, parameter in tensors.items()}
-        rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(best.step).items()}
+        written = trainer.written(best.step)
+        tensors = {name: parameter for name, parameter in trainer.plan.tensors.items() if parameter in written}
+        rounded = {parameter: written[parameter].to(reader.infos[name].dtype) for name, parameter in tensors.items()}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
                 kind = str(weight.dtype).removeprefix("torch.")

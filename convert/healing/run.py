@@ -47,8 +47,12 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         KvfoldError: As of `convert.output.writing.writing`.
     """
     join(plan)
-    if not is_first():
-        return _follow(plan)
+    provenance = _lead(plan, evaluate_on, progress) if is_first() else _follow(plan)
+    return Healing(plan, float(provenance["healing"]["passes"]), provenance)
+
+
+def _lead(plan: HealPlan, evaluate_on: Text | None, progress: Progress) -> dict[str, Any]:
+    """The part of the first process."""
     settings, models = EvaluationSettings(contexts=(plan.context,), device=plan.device), [plan.teacher, plan.converted]
     held_out = prepare(models, evaluate_on, settings)[1] if evaluate_on else None
     texts = TrainingTexts.read(plan)
@@ -63,7 +67,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
                 named = {"source": plan.teacher, "converted": plan.converted}
                 provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
             work.complete(provenance, card(plan, provenance))
-    return _told(plan, agreed(work.provenance))
+    return dict(agreed(work.provenance))
 
 
 def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
@@ -106,13 +110,9 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})
 
 
-def _follow(plan: HealPlan) -> Healing:
+def _follow(plan: HealPlan) -> dict[str, Any]:
     """The part of the other processes: the first one says where checkpoints are, or None if there is nothing to train."""
     texts = TrainingTexts.read(plan)
     if checkpoints := agreed(None):
         train(plan, texts.written_by_first(), Reader(plan.converted.files), checkpoints, silent)
-    return _told(plan, agreed(None))
-
-
-def _told(plan: HealPlan, provenance: dict[str, Any]) -> Healing:
-    return Healing(plan, float(provenance["healing"]["passes"]), provenance)
+    return dict(agreed(None))
