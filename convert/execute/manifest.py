@@ -24,6 +24,8 @@ from eval.inputs.reader import Reader, TensorInfo
 if TYPE_CHECKING:
     from convert.families import Family
 
+_NO_PLACE = "the output class has no place for it"
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -160,10 +162,16 @@ def manifest_of(plan: Plan, reader: Reader, config: Any) -> Manifest:
                 units.append(_attention_unit(family, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
-        elif (kept := name if copies else _kept(family, layout, name)) is not None:
-            units.append(Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),)))
-        elif reason := _has_no_place(family, layout, name):
-            dropped[name] = reason
+        elif copies or (place := family.names.place(name)) is None:  # it stays as it is, if there is a place for it
+            kept = name if copies or family is layout else layout.beside(name)
+            if kept is not None:
+                units.append(
+                    Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),))
+                )
+            else:
+                dropped[name] = "the model computes it itself" if name.endswith(family.computed) else _NO_PLACE
+        elif all(layout.names.holding(role) is None for role in place.roles):
+            dropped[name] = _NO_PLACE
         else:
             unit = _other_unit(family, layout, name, reader, stored)
             key = tuple(sorted(unit.outputs))
@@ -224,13 +232,6 @@ def _attention_unit(family: Family, layout: Family, layer: int, reader: Reader, 
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
 
 
-def _kept(family: Family, layout: Family, name: str) -> str | None:
-    """The name in the result of a tensor that is copied whatever it holds; None if its role decides what becomes of it."""
-    if family.names.place(name) is not None:
-        return None
-    return name if family is layout else layout.beside(name)
-
-
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
     """The head that a `.bin` stores as the embedding once more, mapped to the embedding; empty if there is none."""
     for pair in reader.aliases.items():
@@ -251,16 +252,6 @@ def _own_head(layout: Family, units: Sequence[Unit]) -> Unit | None:
     unit = written[embedding.name]
     place = next(place for place in unit.places if place.name == embedding.name)
     return replace(unit, outputs={head.name: unit.outputs[embedding.name]}, places=(replace(place, name=head.name),))
-
-
-def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
-    """Why the output class drops a tensor other than an attention's, or None."""
-    place = family.names.place(name)
-    if place is None:
-        return "the model computes it itself" if name.endswith(family.computed) else "the output class has no place for it"
-    if all(layout.names.holding(role) is None for role in place.roles):
-        return "the output class has no place for it"
-    return None
 
 
 def _other_unit(family: Family, layout: Family, name: str, reader: Reader, stored: torch.dtype | None) -> Unit:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import Calibrated
 from attention.errors import Failure, Refusal
@@ -19,6 +17,9 @@ from convert.planning.positions import limited
 from eval.inputs.reader import SAFETENSORS, Reader
 from eval.inputs.source import Source
 from eval.terminal.progress import Progress, stage
+
+if TYPE_CHECKING:
+    from convert.healing.loop import Outcome
 
 
 def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:
@@ -47,16 +48,13 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
     return found
 
 
-def write_files(
-    directory: Path, reader: Reader, trained: Mapping[str, torch.Tensor], where: Mapping[str, str], progress: Progress
-) -> Iterator[tuple[str, str]]:
+def write_files(directory: Path, reader: Reader, outcome: Outcome, progress: Progress) -> Iterator[tuple[str, str]]:
     """Write weight files one by one: their names and checksums.
 
     Args:
         directory: Where to. It may be the reader's own: a file is replaced when the new one is complete.
         reader: Reads the converted checkpoint's tensors.
-        trained: The trained parameters by name; empty to copy everything.
-        where: From `held_parameters`.
+        outcome: Of the healing. Where it changes no weights, everything is copied.
         progress: Called with the bytes written.
 
     Raises:
@@ -68,7 +66,8 @@ def write_files(
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
-            tensors = {name: trained[where[name]] if where.get(name) in trained else reader[name] for name in names}
+            healed = {name: outcome.weights[outcome.tensors[name]] for name in names if name in outcome.tensors}
+            tensors = {name: healed[name] if name in healed else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 

@@ -212,21 +212,18 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: the target's, then on windows, then on the text, then the source's."""
-        windows = self.before.window_note(self.context)
-        return (*self.target.notes, *([windows] if windows else ()), *self._text_notes, *self.source.notes)
-
-    @property
-    def _text_notes(self) -> list[str]:
-        """Notes on text that is missing or not used, and on a refit that the source rules out."""
+        """Notes for the user: the target's, on windows, on text that is missing, not used or cannot refit, and the source's."""
+        notes, text = list(self.target.notes), self.calibration
+        if windows := self.before.window_note(self.context):
+            notes.append(windows)
         if self.target.copies:
-            return ["the calibration text is not used"] if self.text_given else []
-        if self.from_weights_alone:
+            notes += ["the calibration text is not used"] if self.text_given else []
+        elif self.from_weights_alone:
             name = self.target.method.name
-            return [f"no calibration text: {name} uses weights and norm gains alone, which ruins most models"]
-        if self.calibration and self.calibration.refit and (hiding := self.unmodelled):
-            return [f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to"]
-        return []
+            notes.append(f"no calibration text: {name} uses weights and norm gains alone, which ruins most models")
+        elif text and text.refit and (hiding := self.unmodelled):
+            notes.append(f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to")
+        return (*notes, *self.source.notes)
 
     @property
     def steps(self) -> list[str]:

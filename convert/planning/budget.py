@@ -80,7 +80,12 @@ def split_budget(
         rope_dim = min(most, max(key, int(wanted / step) * step))
     while rope_dim < most and values - rope_dim > full_rank(rope_dim):
         rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
-    return served_rank(values - rope_dim, full_rank(rope_dim), values), rope_dim
+    rank, full = values - rope_dim, full_rank(rope_dim)
+    if rank >= full:  # which loses nothing
+        return full, rope_dim
+    # Rounded down to a multiple of 16, if that gives up at most 5 %: a few thousandths in a large model.
+    over = rank % RANK_STEP if rank > RANK_STEP else 0
+    return (rank - over if over <= _GIVEN_UP * values else rank), rope_dim
 
 
 def format_of(share: float, stored: Container[str]) -> str | None:
@@ -101,20 +106,3 @@ def rule_text() -> str:
         f"--kv-budget keeps {ROTARY} rotary dims for each KV head, or all that it has, times the share of the source's cached\n"
         f"numbers. --cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
     )
-
-
-def served_rank(rank: int, full_rank: int, values: int) -> int:
-    """The largest useful rank up to a given one.
-
-    It is rounded down to a multiple of 16 if that gives up at most 5 % of the values: a few thousandths in a large model,
-    while a small model keeps its rank. Full rank is not rounded: it loses nothing.
-
-    Args:
-        rank: The largest rank allowed.
-        full_rank: The rank beyond which nothing is gained.
-        values: R + P.
-    """
-    if rank >= full_rank:
-        return full_rank
-    over = rank % RANK_STEP if rank > RANK_STEP else 0
-    return rank - over if over <= _GIVEN_UP * values else rank

@@ -71,7 +71,8 @@ class Sizing:
         Raises:
             Refusal: There is none, or the source has that size already.
         """
-        padded = request.pad_rank or (self._few_sizes and request.kv_lora_rank is None)
+        few_sizes = self.engine is not None and bool(self.engine.latents)
+        padded = request.pad_rank or (few_sizes and request.kv_lora_rank is None)
         by_rule = request.cache_dtype == AUTO
         if by_rule:
             request = replace(request, cache_dtype=self._format(request))
@@ -92,11 +93,6 @@ class Sizing:
     def context(self) -> int:
         """The tokens of a sequence at which budgets count."""
         return self.bounds.source.longest_context
-
-    @property
-    def _few_sizes(self) -> bool:
-        """Whether the engine takes a few sizes only."""
-        return self.engine is not None and bool(self.engine.latents)
 
     def _format(self, request: LatentSize) -> str | None:
         """The format of `--cache-dtype auto`."""
@@ -159,7 +155,7 @@ class Sizing:
         bounds, step = self.bounds, format_named(form).multiple
         held = sum(bounds.before.tokens_held(self.context))
         values = int(budget * 8 * self.context // (held * format_named(form).bits))
-        if self.engine is not None and self._few_sizes:
+        if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
         fewest = min(bounds.most_rotary_dims, max(2, step)) if bounds.rotary_dim else 0
         least = bounds.before.latent(-(-bounds.with_reserved(1) // step) * step, fewest)
