@@ -29,14 +29,13 @@ def held_out_text(modules: tuple[str, ...] = HELD_OUT) -> str:
     Raises:
         Failure: This Python installation lacks the source of one of them.
     """
-    return "\n\n".join(_source(name) for name in modules)
-
-
-def _source(name: str) -> str:
-    for path in (library() / f"{name}.py", library() / name / "__init__.py"):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise Failure(
-        f"this Python ({sys.executable}) ships no source of its module {name!r} under {library()}",
-        hint="use a Python with its standard library as .py files, or give your own text to `convert eval --text FILE`",
-    )
+    sources = []
+    for name in modules:
+        there = [path for path in (library() / f"{name}.py", library() / name / "__init__.py") if path.is_file()]
+        if not there:
+            raise Failure(
+                f"this Python ({sys.executable}) ships no source of its module {name!r} under {library()}",
+                hint="use a Python with its standard library as .py files, or give your own text to `convert eval --text FILE`",
+            )
+        sources.append(there[0].read_text(encoding="utf-8"))
+    return "\n\n".join(sources)

@@ -78,7 +78,7 @@ class _Pair:
         plan, steps, rotary = job.plan, job.work.steps, choice.rotary(job.plan.rotary) if spec.kv_lora_rank else None
         config = config_of(plan.target.config(plan.source.raw, plan.family, spec, rotary))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
-        cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
+        cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.device
         self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
         made = empty_model(config)

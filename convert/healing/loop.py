@@ -217,8 +217,9 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
         rate = rates.pop(0)
         tried[rate] = _tried(plan, trainer, rate, progress)
         trainer.restore(weights)
-        if not rates and len(tried) < plan.most_rates and (further := _beyond(tried)):
-            rates = [further]
+        if not rates and len(tried) < plan.most_rates:  # nothing more, where others lie around the best
+            beyond = {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}
+            rates = [further for edge, further in beyond.items() if edge == _largest(tried)]
     best = _largest(tried)
     if best is None:
         listed = ", ".join(f"{rate:.1e}" for rate in tried)
@@ -240,12 +241,6 @@ def _tried(plan: HealPlan, trainer: HealingTrainer, rate: float, progress: Progr
             return trainer.measure()[0]
     except NotFinite:  # a rate that is far too high
         return math.inf
-
-
-def _beyond(tried: dict[float, float]) -> float | None:
-    """The rate to try next: beyond the best one, if that is the largest or the smallest; None where others lie around it."""
-    best = _largest(tried)
-    return {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}.get(best) if best else None
 
 
 def _largest(tried: dict[float, float]) -> float | None:

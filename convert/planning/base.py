@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import Calibrated
 from attention.errors import Refusal
-from attention.formats import rounding_of
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
@@ -24,7 +23,6 @@ from convert.planning.texts import as_options
 from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
-    from attention.formats import Format
     from attention.rope import Rotary
     from convert.families import Family
     from convert.output.destination import Output
@@ -199,11 +197,6 @@ class Plan:
         """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
         made, calibrated = self.target.config(self.source.raw, self.family, spec, rotary), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
-
-    @property
-    def rounding(self) -> Format | None:
-        """The format through whose rounding the result is made; None for a dtype."""
-        return rounding_of(self.cache_dtype)
 
     @property
     def applied_method(self) -> str | None:

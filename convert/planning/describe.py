@@ -47,9 +47,8 @@ class Facts(dict[str, Any]):
 def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
-    spec = family.spec
-    host, _ = _carrier(family, spec, "mla")
-    context = source.longest_context
+    spec, context, carriers = family.spec, source.longest_context, {kind: _carrier(family, kind) for kind in HOSTS}
+    host, _ = carriers["mla"]
     facts = {
         "model": source.reference,
         **_origin(source),
@@ -68,8 +67,11 @@ def inspection(source: Source) -> Facts:
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype, context),
         **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
-        "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
-        "output_classes": {kind: _host(family, spec, kind) for kind in HOSTS},
+        "latents_possible": [target.kind for target in latent_targets(source, family, host)] if host else [],
+        "output_classes": {
+            kind: f"{carrier.name}, loads in {carrier.loads_in}" if carrier else f"none ({reason})"
+            for kind, (carrier, reason) in carriers.items()
+        },
         **_noted(source, spec, context),
     }
     return Facts(facts, _inspection_text(facts))
@@ -111,15 +113,10 @@ def _origin(source: Source) -> dict[str, Any]:
     }
 
 
-def _host(family: Family, spec: AttentionSpec, kind: str) -> str:
-    host, reason = _carrier(family, spec, kind)
-    return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
-
-
-def _carrier(family: Family, spec: AttentionSpec, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
+def _carrier(family: Family, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
     """The output class of a kind of target; or None and the reason."""
     try:
-        target = smallest_latent(family) if kind == "mla" else spec.grouped(1)
+        target = smallest_latent(family) if kind == "mla" else family.spec.grouped(1)
         return host_of(HOSTS[kind], family, target, engine), None
     except Refusal as error:
         return None, str(error)
@@ -179,11 +176,11 @@ def capacity(
         row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
         rows.append(row | {"parameters": parameters, "engines": engines})
 
-    hosts = {kind: _carrier(family, spec, kind, engine) for kind in HOSTS}
+    hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
     if host:
-        sizes = latent_targets(source, family, spec, host, engine)
+        sizes = latent_targets(source, family, host, engine)
         targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
@@ -211,13 +208,12 @@ def capacity(
     return Facts(facts, _capacity_text(facts))
 
 
-def latent_targets(
-    source: Source, family: Family, spec: AttentionSpec, host: Host, engine: Engine | None = None
-) -> list[AttentionSpec]:
+def latent_targets(source: Source, family: Family, host: Host, engine: Engine | None = None) -> list[AttentionSpec]:
     """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports.
 
     Of an engine that takes some sizes only, those that are smaller than the source's cache.
     """
+    spec = family.spec
     if engine and engine.latents:
         fitting = []
         for size in reversed(engine.latents):

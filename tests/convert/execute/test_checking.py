@@ -44,8 +44,11 @@ def spoil(path: Path) -> None:
 
 def plan_of(source: Path, **changes: Any) -> Any:
     """As much of a plan as the check reads."""
-    target, request = SimpleNamespace(method=SimpleNamespace(text="used")), SimpleNamespace(accepts_any_loss=False)
-    given = {"calibration": None, "request": request, "seed": 0, "target": target, "rounding": None, "runs_on": "cpu"} | changes
+    target, request = (
+        SimpleNamespace(method=SimpleNamespace(text="used"), rounding=None),
+        SimpleNamespace(accepts_any_loss=False),
+    )
+    given = {"calibration": None, "request": request, "seed": 0, "target": target, "runs_on": "cpu"} | changes
     return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
