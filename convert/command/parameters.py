@@ -142,7 +142,7 @@ def _metavar(option: Option) -> str | None:
 
 
 def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple[Any, ...]], Any]:
-    """What makes one value of an option that may be repeated: the default of none, and no value twice; of texts one or several."""
+    """What makes one value of an option that may be repeated: no value twice, of texts one or several, else the default."""
 
     def together(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
         if option.file:

@@ -83,11 +83,8 @@ def checked(
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
         return None
-    converted, form, where = (
-        source.beside(result, "the result"),
-        plan.cache_dtype if plan.target.rounding else None,
-        str(device),
-    )
+    converted, where = source.beside(result, "the result"), plan.runs_on
+    form = plan.cache_dtype if plan.target.rounding else None
     total = 2 * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
         with opened(source, "auto", where) as model:
