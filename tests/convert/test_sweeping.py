@@ -242,17 +242,6 @@ def test_mistakes_are_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_places_and_texts_that_cannot_be_used_are_refused(
-    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
-) -> None:
-    source, out, empty = checkpoint(), tmp_path / "out", tmp_path / "file"
-    empty.write_text(" \n")
-    refused(convert("sweep", source, empty, *held_out), 2, "which is not a directory")
-    refused(convert("sweep", source, source, *FEW, *held_out), 2, "lie inside each other")
-    refused(convert("sweep", source, out, *FEW, "--evaluate", empty), 1, "is empty")
-    assert not out.exists()
-
-
 def test_the_report_of_an_earlier_sweep_is_left_alone(
     checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
 ) -> None:
