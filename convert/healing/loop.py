@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,24 +259,20 @@ class _Course(TrainerCallback):  # type: ignore[misc]
     plan: HealPlan
     trainer: HealingTrainer
     progressed: Progressed
-    losses: list[float] = field(default_factory=list)  # since the last point
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         at_point = state.global_step % self.plan.every == 0 or state.global_step == self.plan.steps
         control.should_evaluate = control.should_save = at_point
         control.should_log = at_point or self.plan.options.track is not None
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **named: Any) -> None:
-        self.losses += [logs["loss"]] if "loss" in logs else []
-
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **named: Any
     ) -> None:
-        step, loss = state.global_step, sum(self.losses) / len(self.losses)
+        step, logged = state.global_step, [one for one in state.log_history if one["step"] > self.progressed.step]
+        losses = [one["loss"] for one in logged if "loss" in one]
         rate, tokens = self.progressed.rate * share(step - 1, self.plan.steps), step * self.plan.batch * self.plan.context
-        point = Point(step, tokens, rate, loss, metrics["eval_kl"], metrics["eval_loss_nats"])
+        point = Point(step, tokens, rate, sum(losses) / len(losses), metrics["eval_kl"], metrics["eval_loss_nats"])
         self.progressed.curve.append(_point(self.trainer, point))
-        self.losses.clear()
         control.should_training_stop |= self.progressed.is_stale
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
