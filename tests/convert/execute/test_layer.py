@@ -158,24 +158,6 @@ def test_full_size_is_exact(method: str, case: str, checkpoint: Make, convert: C
         assert bool(found[f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"][-32:].any()) == bool(turns)
 
 
-def test_query_biases_are_read_again(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
-    """A latent with biases of queries becomes a smaller one, which is decoded over the latent."""
-    ok(convert("mla", checkpoint("qwen2"), tmp_path / "out", *full_size(4, 8)))
-    ok(convert("mla", tmp_path / "out", tmp_path / "less", *SMALL, *method_options(WITH_TEXT, words)))
-    ids = tokens(9)
-    with torch.inference_mode():
-        same_logits(load(tmp_path / "less", when="always")(ids).logits, logits_of(tmp_path / "less", ids))
-
-
-def test_a_plain_stride_is_written_as_a_list(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
-    size = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 4]
-    ok(convert("mla", checkpoint(), tmp_path / "out", *size, "--method", "pca", "--text", words))
-    rope, provenance = (read(tmp_path / "out" / name) for name in ("config.json", "conversion.json"))
-    rope = rope["rope_parameters"]
-    assert (rope["rope_type"], rope["rope_theta"], rope["short_factor"]) == ("longrope", 1.0, pytest.approx([1.0, 100.0]))
-    assert provenance["rotary_frequencies"] == [0, 2]
-
-
 def test_channels_of_zeros_change_nothing_and_can_be_taken_out(
     shelf: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
