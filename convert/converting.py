@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from convert.execute.checking import Sample, checked, written
 from convert.execute.conversion import Conversion
 from convert.execute.job import Job
@@ -52,7 +50,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings, device = plan.source, EvaluationSettings(device=plan.request.device), torch.device(plan.runs_on)
+    source, settings = plan.source, EvaluationSettings(device=plan.request.device)
     evaluate_on = None if evaluate is None else text_of(evaluate)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
@@ -76,8 +74,8 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
             statistics = _shared(
                 inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind
             )
-        job = Job(plan, manifest, work, text, device, progress, statistics)
-        with work.kept_without_memory(device, _LESS_MEMORY):
+        job = Job(plan, manifest, work, text, progress, statistics)
+        with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:

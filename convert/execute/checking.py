@@ -72,8 +72,8 @@ def checked(
         NotPublished: The result is of no use, and the user has not asked for it.
         Failure: The result does not run, or gives logits that are not finite.
     """
-    source, vocabulary, device = plan.source, plan.source.vocabulary, torch.device(plan.runs_on)
-    if not opened.holds(source) and (missing := lacks_room(source.config, device)):
+    source, vocabulary = plan.source, plan.source.vocabulary
+    if not opened.holds(source) and (missing := lacks_room(source.config, plan.runs_on)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     samples = list(given)
@@ -83,7 +83,7 @@ def checked(
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
         return None
-    converted, where = source.beside(result, "the result"), plan.runs_on
+    converted, where = source.beside(result, "the result"), str(plan.runs_on)
     form = plan.cache_dtype if plan.target.rounding else None
     total = 2 * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
@@ -103,9 +103,8 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
-    device = torch.device(plan.runs_on)
     with Opened() as opened:
-        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
+        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, plan.runs_on, kept, progress, opening=opened)
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
                 own_sample(plan, kept, progress, opened)
@@ -114,8 +113,8 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
 
 def own_sample(plan: Plan, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
     """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
-    length, device = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH), torch.device(plan.runs_on)
-    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress, opening=opening)
+    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
+    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, plan.runs_on, kept, progress, opening=opening)
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
     tried, costs, layers = measured_ranks(target.ranks), [], target.spec.num_layers
     with stage(job.progress, "rank", layers, "layer") as done:
         for layer in range(layers):
-            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.device)
+            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
             assert measured.sample is not None
             assert measured.inverse_energy is not None
             blocks = excerpt(measured.sample).blocks

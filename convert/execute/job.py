@@ -26,7 +26,6 @@ class Job:
         manifest: The tensors to write, from those of the source.
         work: The work directory.
         text: The calibration text, if the plan calibrates.
-        device: The device on which layers run and are converted.
         progress: Called with the progress of each stage.
         statistics_in: The directory for statistics of the source.
     """
@@ -35,7 +34,6 @@ class Job:
     manifest: Manifest
     work: Work
     text: CalibrationText | None
-    device: torch.device
     progress: Progress
     statistics_in: Path
 
@@ -46,7 +44,7 @@ class Job:
             return assumed
         projections = self.read_layer(layer)[1].projections
         assert projections is not None
-        return assumed.to(self.device).behind(projections)
+        return assumed.to(self.plan.runs_on).behind(projections)
 
     def input_gain(self, layer: int) -> torch.Tensor:
         """`[E]`, the gains of the norm of a layer's input; ones without."""
@@ -75,7 +73,7 @@ class Job:
         Raises:
             Failure: One of them is not finite.
         """
-        tensors = {name: self.manifest.reader[name].to(self.device) for name in self.plan.family.shapes(layer)}
+        tensors = {name: self.manifest.reader[name].to(self.plan.runs_on) for name in self.plan.family.shapes(layer)}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, layer)

@@ -79,7 +79,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     def found() -> StatisticsOf:
         spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
         model, paths = empty_model(job.plan.source.config), job.plan.family
-        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.device)
+        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.plan.runs_on)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
     return lambda layer: found()(layer)

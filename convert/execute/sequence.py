@@ -79,7 +79,7 @@ class _Pair:
         config = config_of(plan.target.config(plan.source.raw, plan.family, spec, rotary))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
         cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, spec)
-        model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.device
+        model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on
         self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
         made = empty_model(config)
         self.student = LayerStream(made, self._layout, job.manifest, blocks, steps / "student", device, cache)

@@ -91,7 +91,7 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
     result = plan.source.beside(work.path, "the result")
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    healing = plan_heal(result, plan.source, options, plan.output, plan.runs_on, plan.seed)
+    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
     if healing.batch > blocks // _LEAST_BLOCKS:
         options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
         healing = replace(healing, options=options)

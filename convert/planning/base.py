@@ -23,6 +23,8 @@ from convert.planning.texts import as_options
 from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
+    import torch
+
     from attention.rope import Rotary
     from convert.families import Family
     from convert.output.destination import Output
@@ -73,7 +75,7 @@ class Plan:
     family: Family
     target: Target
     calibration: Calibration | None
-    runs_on: str
+    runs_on: torch.device
     text_given: bool
 
     @classmethod
@@ -94,7 +96,7 @@ class Plan:
         used = None if target.copies or text is None else with_room(text, request.source.config, device)
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
-        runs_on = "cpu" if pools and request.device == "auto" else str(device)
+        runs_on = compute_device("cpu") if pools and request.device == "auto" else device
         plan = cls(request, family, target, used, runs_on, text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
             raise _nothing_to_change(plan.source.reference, plan.before)
@@ -267,8 +269,8 @@ class Plan:
             "command": command,
             **without_text(options),
             "heal": None,
-            "device": self.runs_on,
-            "rough_products_in": str(rough(compute_device(self.runs_on))),
+            "device": str(self.runs_on),
+            "rough_products_in": str(rough(self.runs_on)),
             "config": self.source.raw,
             "files": self.source.fingerprint,
             "calibration_hashes": texts,

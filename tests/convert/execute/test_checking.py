@@ -48,7 +48,7 @@ def plan_of(source: Path, **changes: Any) -> Any:
         SimpleNamespace(method=SimpleNamespace(text="used"), rounding=None),
         SimpleNamespace(accepts_any_loss=False),
     )
-    given = {"calibration": None, "request": request, "seed": 0, "target": target, "runs_on": "cpu"} | changes
+    given = {"calibration": None, "request": request, "seed": 0, "target": target, "runs_on": torch.device("cpu")} | changes
     return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
