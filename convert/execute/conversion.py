@@ -101,21 +101,16 @@ def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
     if text:
         how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
+    words = {"cast": f"cast to {plan.output.dtype}"}
+    if text:
+        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
+    steps = [words.get(step, step) for step in plan.steps]
     return [
         f"{plan.before.kind} → {spec.kind}, {how}",
-        *_steps_line(plan),
+        *([f"steps: {' → '.join(steps)}"] if steps[1:] or steps != plan.steps else []),  # if that is more than the method
         f"KV cache: {before:.0f} → {after:.0f} bytes per token{at} ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
-
-
-def _steps_line(plan: Plan) -> list[str]:
-    """What happens to a layer and to the whole, if that is more than the method."""
-    text, words = plan.calibration, {"cast": f"cast to {plan.output.dtype}"}
-    if text:
-        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
-    said = [words.get(step, step) for step in plan.steps]
-    return [f"steps: {' → '.join(said)}"] if said[1:] or said != plan.steps else []
 
 
 def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:

@@ -35,23 +35,18 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     if kept := job.work.recall("choice"):  # of an interrupted run
         return Choice(tuple(kept["pairs"]), tuple(kept["ranks"]))
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
-    pairs = target.method.allocate(_measured(job, target, statistics), count, allocation) if count else ()
+    measure, measured, pairs = target.method.measure, list[torch.Tensor](), tuple[int, ...]()
+    if count and measure is not None:  # what not rotating each component costs
+        layers = [layer for layer in range(job.plan.before.num_layers) if job.plan.family.rotary(layer)]
+        with stage(job.progress, "measure", len(layers), "layer") as done:
+            for layer in layers:
+                measured.append(measure(job.read_layer(layer)[1], statistics(layer)).cpu())
+                done(1)
+    if count:
+        pairs = target.method.allocate(measured, count, allocation)
     ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
     job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
     return Choice(pairs, ranks)
-
-
-def _measured(job: Job, target: LatentTarget, statistics: StatisticsOf) -> list[torch.Tensor]:
-    """The result of `method.measure` for each layer with RoPE."""
-    plan, measure, measured = job.plan, target.method.measure, list[torch.Tensor]()
-    if measure is None:
-        return measured
-    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(layer)]
-    with stage(job.progress, "measure", len(layers), "layer") as done:
-        for layer in layers:
-            measured.append(measure(job.read_layer(layer)[1], statistics(layer)).cpu())
-            done(1)
-    return measured
 
 
 def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from convert.hosts.engines import ENGINES
 from convert.output.card import command_line, inherited_licence, metadata_of, render
 from convert.output.provenance import versions
 from convert.planning.base import Plan
-from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice
 from convert.planning.texts import as_options
 from eval.inputs.overlap import WARN_ABOVE
@@ -38,7 +37,7 @@ def provenance_of(
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
     plan, text = job.plan, job.text
-    before, after = plan.kv_bytes_per_token(spec)
+    (before, after), lengths = plan.kv_bytes_per_token(spec), text.blocks.lengths if text else []
     return {
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
@@ -52,7 +51,17 @@ def provenance_of(
             **({"context": plan.context} if plan.before.is_cut(plan.context) else {}),
         },
         "calibration_hash": text.tokens.hash if text else None,
-        "calibration": _calibration(text) if text else None,
+        "calibration": {
+            "text": text.tokens.name,
+            "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
+            "tokens": len(text.tokens.ids),
+            "context": lengths[0],
+            "block_lengths": lengths,
+            "max_context": text.calibration.max_context,
+            "retrieval_limit": text.calibration.retrieval_limit,
+        }
+        if text
+        else None,
         **(calibrated.as_dict() if calibrated else {}),
         **(choice.facts() if plan.target.spec.kv_lora_rank and not plan.target.copies else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
@@ -80,19 +89,6 @@ def with_healing(provenance: dict[str, Any], healing: dict[str, Any] | None) -> 
     course, healed = {key: value for key, value in healing.items() if key != "tensors"}, healing["tensors"]
     copied = sorted(set(provenance["tensors"]["copied"]) - set(healed))
     return provenance | {"healing": course, "tensors": provenance["tensors"] | {"copied": copied, "healed": healed}}
-
-
-def _calibration(text: CalibrationText) -> dict[str, Any]:
-    lengths, longest = text.blocks.lengths, text.calibration.max_context
-    return {
-        "text": text.tokens.name,
-        "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
-        "tokens": len(text.tokens.ids),
-        "context": lengths[0],
-        "block_lengths": lengths,
-        "max_context": longest,
-        "retrieval_limit": text.calibration.retrieval_limit,
-    }
 
 
 def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
