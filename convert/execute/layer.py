@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
-from attention.formats import Format
 from attention.forward import output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.spec import AttentionSpec
@@ -17,7 +16,6 @@ from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.families import Family
 from convert.methods.balanced import balanced, balanced_heads
-from convert.methods.blocks import Blocks
 from convert.methods.latent import sized
 from convert.methods.portable_norm import behind_norm, with_constant_norm
 from convert.methods.statistics import Statistics
@@ -71,13 +69,13 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
     if isinstance(target, GroupedTarget):
         if target.spec.num_kv_heads != before.num_kv_heads:
             after = target.method.merge(before, target.spec.num_kv_heads, seen)
-        return adapted(before, after, seen, target.rounding, job.shows_attention, job.refits)
+        return adapted(job, before, after, seen)
     assert before.sinks is None, "no output class has a latent and sinks"
     latent = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
     if target.host.portable:
         assert seen.sample is not None, "the norm of a latent is fitted to text"
         latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
-    fitted = adapted(before, latent, seen, target.rounding, job.shows_attention, job.refits)
+    fitted = adapted(job, before, latent, seen)
     assert isinstance(fitted, FactoredAttention)
     if target.spec.q_lora_rank is not None:
         fitted = _behind_norm(fitted, job.input_gain(layer), layer, seen)
@@ -86,27 +84,25 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
     return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
 
-def adapted(before: Attention, after: Record, seen: Statistics, form: Format | None, shown: bool, refits: bool) -> Record:
+def adapted(job: Job, before: Attention, after: Record, seen: Statistics) -> Record:
     """A record that is fit for the format of its cache, and fitted to the source's.
 
     From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the class
     does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
 
     Args:
+        job: The conversion.
         before: The source's record.
         after: The result's.
         seen: The statistics of the layer's inputs.
-        form: The format through whose rounding the result is made; None for a dtype.
-        shown: Whether attention over the text is the softmax of the records' logits.
-        refits: Whether queries, keys and values are fitted.
     """
-    if form is not None:
+    if (form := job.plan.target.rounding) is not None:
         if isinstance(after, FactoredAttention):
             after = balanced(replace(after, rounding=form), seen)
-        elif seen.sample is not None and shown:
+        elif seen.sample is not None and job.shows_attention:
             after = balanced_heads(after, seen.sample.to(after.k.device))
         after = replace(after, rounding=form)
-    return _refitted(before, after, seen) if refits and seen.sample is not None else after
+    return _refitted(before, after, seen) if job.refits and seen.sample is not None else after
 
 
 def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:
@@ -135,9 +131,9 @@ def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen:
     return after
 
 
-def error_of(before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
+def error_of(job: Job, before: Attention, after: Record, seen: Statistics) -> dict[str, float]:
     """Measure the error of the attention's output on a part of the text; {} without one, or where it is not finite."""
-    if sample is None:
+    if seen.sample is None or not job.shows_attention:
         return {}
-    error = output_error(before, after, sample.spread(_MEASURED).to(before.k.device).blocks)
+    error = output_error(before, after, seen.sample.spread(_MEASURED).to(before.k.device).blocks)
     return {"output_error": error} if math.isfinite(error) else {}

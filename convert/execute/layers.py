@@ -95,7 +95,7 @@ def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsO
         tensors, before = job.read_layer(index)
         seen = statistics(index)
         after = changed(job, choice, before, index, seen)
-        error = error_of(before, after, seen.sample if job.shows_attention else None)
+        error = error_of(job, before, after, seen)
         return Layer.of(layout, spec, index, tensors, after, **error)
 
     return make
