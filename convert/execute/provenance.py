@@ -15,7 +15,7 @@ from convert.families import Family
 from convert.hosts import Host
 from convert.hosts.engines import ENGINES
 from convert.output.card import command_line, inherited_licence, metadata_of, render
-from convert.output.provenance import versions
+from convert.output.destination import versions
 from convert.planning.base import Plan
 from convert.planning.targets import Choice
 from convert.planning.texts import as_options
@@ -43,7 +43,7 @@ def provenance_of(
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
         "kind": spec.kind,
         "method": plan.applied_method,
-        "recipe": plan.recipe.as_dict(),
+        "recipe": {plan.target.command: plan.recipe},
         "kv_bytes_per_token": {
             "before": before,
             "after": after,
@@ -125,9 +125,9 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
     """
     evaluation, recipe, method = provenance.get("evaluation"), plan.recipe, plan.target.method
     summary = f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
-    options = {name: value for name, value in recipe.options.items() if name != "model"}
+    options = {name: value for name, value in recipe.items() if name != "model"}
     texts = as_options(plan.calibration.texts) if plan.calibration else {}
-    model = recipe.options["model"] if plan.source.repository else plan.source.reference
+    model = recipe["model"] if plan.source.repository else plan.source.reference
     return render(
         "conversion.md.j2",
         provenance["metadata"],
@@ -136,7 +136,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
         summary=summary if provenance["method"] else markdown(str(provenance["notes"][0])),
-        command=command_line(recipe.command, model, options | texts),
+        command=command_line(plan.target.command, model, options | texts),
         bytes=provenance["kv_bytes_per_token"],
         plan=plan,
         provenance=provenance,

@@ -13,9 +13,8 @@ from convert.healing.team import agreed, computes_in, join
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files
 from convert.launch import is_first
-from convert.output.destination import without_text
+from convert.output.destination import versions, without_text
 from convert.output.evaluation import evaluated
-from convert.output.provenance import versions
 from convert.output.writing import Work, writing
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import Reader

@@ -1,13 +1,15 @@
-"""The destination of an output: where it may be written, and what is there already.
+"""The destination of an output: where it may be written, and what is there already; conversion.json.
 
 A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is renamed to OUTPUT when it is complete.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,13 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_provenance(output: Path) -> dict[str, Any]:
     """conversion.json of an OUTPUT, empty if there is none that can be read."""
     return read_object(output / _PROVENANCE) or {}
+
+
+def write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
+    """Write conversion.json into a checkpoint's directory."""
+    (path / _PROVENANCE).write_text(json.dumps(provenance, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The versions of this package and of those whose arithmetic affects the result."""
+    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance
+from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance, write_provenance
 from convert.output.lock import exclusive
-from convert.output.provenance import write_provenance
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 from eval.inputs.source import Source

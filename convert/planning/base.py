@@ -14,8 +14,7 @@ from attention.errors import Refusal
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
-from convert.output.destination import without_text
-from convert.output.provenance import Recipe, versions
+from convert.output.destination import versions, without_text
 from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
@@ -240,12 +239,12 @@ class Plan:
         return [name for name, happens in taken.items() if happens and (name == "cast" or not target.copies)]
 
     @property
-    def recipe(self) -> Recipe:
-        """The command that repeats the result."""
+    def recipe(self) -> dict[str, Any]:
+        """The options by which `convert run` repeats the result from any directory; OUTPUT is left out."""
         text: dict[str, Any] = {"no_text": True} if self.from_weights_alone else {}
         if self.calibration:
             text = self.calibration.as_options() | as_options(self.calibration.texts, absolute=True)
-        options = {
+        return {
             "model": location_of(self.source),
             **self.target.recipe(),
             "method": self.target.method.name,
@@ -256,7 +255,6 @@ class Plan:
             **text,
             **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
-        return Recipe(self.target.command, options)
 
     def inputs(self, texts: list[str | None]) -> dict[str, Any]:
         """All that decides the result's bytes, without its healing, which a resumed run may leave out.
@@ -264,10 +262,9 @@ class Plan:
         Args:
             texts: The hash of each calibration text; None for the model's own.
         """
-        command, options = self.recipe
         return {
-            "command": command,
-            **without_text(options),
+            "command": self.target.command,
+            **without_text(self.recipe),
             "heal": None,
             "device": str(self.runs_on),
             "rough_products_in": str(rough(self.runs_on)),

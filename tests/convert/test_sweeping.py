@@ -215,7 +215,6 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[Any], str]] = {
-    "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
     "half a latent": (["--mla", "5+"], "invalid budget '5+'"),
     "two latents of one name": (
         ["--mla", "33.3333%,33.33333%", "--methods", "svd"], "two targets would both be named mla-33.3333%-svd"
@@ -226,7 +225,6 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
         "no method of this sweep has any use for --refine and --refit",
     ),
-    "no text to measure on": (["--evaluate", "missing"], "does not exist"),
 }  # fmt: skip
 
 

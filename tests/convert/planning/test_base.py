@@ -38,13 +38,11 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     (tmp_path / "some.txt").touch()
     source()
     output = Output(Path("out"), "bfloat16", 123_000_000)
-    found = factored(Source.parse("source"), output, "weighted", TEXT, **SIZE).recipe.as_dict()
+    found = factored(Source.parse("source"), output, "weighted", TEXT, **SIZE).recipe
     assert found == {
-        "mla": {
-            "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
-            "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
-            "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
-        }
+        "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
+        "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
+        "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
     }  # fmt: skip
     assert json.loads(json.dumps(found)) == found
 
@@ -55,7 +53,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
 )
 def test_the_size_of_shards_is_exact(size: int, text: str, source: Sources, output: Output) -> None:
     plan = grouped(source(), Output(output.path, max_shard_size=size), 1, "mqa")
-    assert plan.recipe.options["max_shard_size"] == text
+    assert plan.recipe["max_shard_size"] == text
 
 
 def test_a_plan_in_numbers(source: Sources, output: Output) -> None:

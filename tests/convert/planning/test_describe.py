@@ -238,20 +238,6 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
 # ---- by commands ---------------------------------------------------------------------------------------------------
 
 
-def test_plan_reads_only_the_config_and_sizes_every_target(source: Sources, convert: Convert) -> None:
-    path = source(num_key_value_heads=8).reference
-    facts = json.loads(convert("plan", path, "--json", "--batch", 3, "--context", 10, "--gpu", "tiny one=0.001").stdout)
-    grouped = facts["targets"][:4]
-    assert [row["kind"] for row in grouped] == ["MHA", "GQA-4", "GQA-2", "MQA"]
-    assert [row["kv_bytes"] for row in grouped] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
-    mha = facts["targets"][0]
-    room = 0.9 * 0.001 * 1e9 - mha["weight_bytes"]
-    assert mha["longest_context"] == {"tiny one": int(room // (3 * mha["kv_bytes_per_token"]))}
-    shown = convert("plan", path, "--dtype", "bfloat16").stdout
-    assert "RTX 4090 24 GB" in shown
-    assert "| MHA (source) |" in shown
-
-
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:
     planned = capacity(Source.parse(str(shelf())), "float32", 1, 10, ROOM, 0.9)["targets"]
     half = next(row for row in planned if row["kind"].startswith("MLA"))

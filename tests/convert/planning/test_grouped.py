@@ -23,9 +23,9 @@ def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, outpu
     assert isinstance(found, GroupedTarget)
     assert (plan.source, plan.output, plan.seed, plan.calibration, plan.notes) == (made, output, 7, None, ())
     assert (plan.before, found.spec) == (AttentionSpec(3, 8, 4, 8), AttentionSpec(3, 8, 2, 8))
-    assert (found.command, plan.recipe.command, plan.recipe.options["groups"]) == ("gqa", "gqa", 2)
-    one = grouped(made, output, 1, "mqa").recipe
-    assert (one.command, "groups" in one.options) == ("mqa", False)
+    assert (found.command, plan.recipe["groups"]) == ("gqa", 2)
+    one = grouped(made, output, 1, "mqa")
+    assert (one.target.command, "groups" in one.recipe) == ("mqa", False)
     assert plan.applied_method == "mean"
 
 

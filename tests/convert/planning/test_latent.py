@@ -168,7 +168,7 @@ def test_a_budget_is_counted_in_the_format(form: str | None, share: float, sourc
     assert held <= budget
     assert held > 0.7 * budget or spec.qk_rope_head_dim == 4 * 32  # all that the source has
     assert plan.as_dict()["kv_bytes_per_token_after"] == held
-    assert plan.recipe.options.get("cache_dtype") == form
+    assert plan.recipe.get("cache_dtype") == form
 
 
 @pytest.mark.parametrize(("form", "kept"), [("q8_0", 320), ("q4_0", 200), ("int4", 60)])
