@@ -88,8 +88,13 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
     request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
-    rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
-    share, size = _budget(_HALF if (rank, rope_dim, budget) == (None, None, None) else budget)
+    rank, rope_dim = given["kv_lora_rank"], given["qk_rope_head_dim"]
+    budget: Any = given["kv_budget"]  # strings have been parsed
+    if (rank, rope_dim, budget) == (None, None, None):
+        budget = _HALF
+    if budget is not None and not isinstance(budget, tuple):
+        budget = parse_budget(f"{100 * budget:.12g}%" if isinstance(budget, float) else str(budget))
+    share, size = budget or (None, None)
     latent = LatentSize(
         kv_lora_rank=rank,
         qk_rope_head_dim=rope_dim,
@@ -134,10 +139,3 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     force = given.get("force", False)
     named = force or given.get("method") is not None
     return Request(source, where, calibration, given["device"], given["seed"], named, force)
-
-
-def _budget(given: Any) -> tuple[float | None, int | None]:
-    """A budget as (share, bytes), of which one is None, or both."""
-    if given is None or isinstance(given, tuple):
-        return given or (None, None)
-    return parse_budget(f"{100 * given:.12g}%" if isinstance(given, float) else str(given))
