@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -34,19 +33,14 @@ def console(verbose: bool, quiet: bool) -> Progress:
 
 
 class Lines:
-    """Progress if stderr is not a terminal: a line when a stage begins, and now and then one with the time left.
+    """Progress if stderr is not a terminal: a line when a stage begins, and now and then one with the time left."""
 
-    Args:
-        clock: Gives the time, in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         # By stage: when its last line was printed, how much of it was done then, and how much at the first line.
         self._said: dict[str, tuple[float, int, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
-        now = self._clock()
+        now = time.monotonic()
         at, said, first = self._said.get(stage, (now, done, done))
         if done == 0 or stage not in self._said:
             click.echo(f"{printable(stage)}: {total:,} {unit}{'' if total == 1 else 's'}", err=True)

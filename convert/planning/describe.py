@@ -17,8 +17,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.allowed import host_of, readable
-from convert.planning.bounds import LatentBounds, smallest_latent
-from convert.planning.budget import rule_text
+from convert.planning.budget import LatentBounds, rule_text, smallest_latent
 from eval.terminal.tables import bytes_text, table
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
 from convert.planning.base import Plan, Request
-from convert.planning.bounds import LatentBounds, smallest_latent
+from convert.planning.budget import LatentBounds, smallest_latent
 from convert.planning.calibration import calibration_for, with_own_text
 from convert.planning.held import require_held
 from convert.planning.sizes import AUTO, LatentSize, Sizing

@@ -11,14 +11,13 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import fold_of, format_of, layer_ranks
+from convert.planning.budget import LatentBounds, fold_of, format_of, layer_ranks
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.bounds import LatentBounds
 
 AUTO = "auto"
 

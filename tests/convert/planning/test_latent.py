@@ -15,8 +15,7 @@ from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
 from convert.output.destination import Output
-from convert.planning.bounds import LatentBounds
-from convert.planning.budget import FORMATS
+from convert.planning.budget import FORMATS, LatentBounds
 from convert.planning.targets import LatentTarget
 from eval.inputs.source import Source
 
