@@ -14,7 +14,7 @@ from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
 from convert.planning.base import Plan, Request
-from convert.planning.budget import LatentBounds, smallest_latent
+from convert.planning.budget import smallest_latent
 from convert.planning.calibration import calibration_for, with_own_text
 from convert.planning.held import require_held
 from convert.planning.sizes import AUTO, LatentSize, Sizing
@@ -54,19 +54,19 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     dtype, engine = output.dtype or source.dtype, engine_of(output.engine)
     require_served(dtype)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    bounds = LatentBounds(source, family, _host(family, size, engine))
-    require_held(bounds.host, family, method)
+    host = _host(family, size, engine)
+    require_held(host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    target = Sizing(bounds, method, engine, dtype).target(size)
+    target = Sizing(source, family, host, method, engine, dtype).target(size)
     if engine:
-        require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
-        if objection := engine.objection(bounds.host, family, target.spec):
+        require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
+        if objection := engine.objection(host, family, target.spec):
             raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
-        if note := engine.note(bounds.before):  # what its user should know
+        if note := engine.note(target.before):  # what its user should know
             target = replace(target, notes=(*target.notes, note))
     check_output(output, source.directory)
-    calibration = _portable_calibration(method, request.calibration) if bounds.host.portable else request.calibration
+    calibration = _portable_calibration(method, request.calibration) if host.portable else request.calibration
     text = calibration_for(source.max_positions, family.skips, method, calibration)
     if size.per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
