@@ -50,7 +50,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings = plan.source, EvaluationSettings(device=plan.request.device)
+    source, settings = plan.source, EvaluationSettings(device=plan.device)
     evaluate_on = None if evaluate is None else text_of(evaluate)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None

@@ -95,7 +95,7 @@ def checked(
         {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": one, "loss_nats": other - one}
         for sample, one, other in zip(samples, before, after, strict=True)
     ]
-    _judge(found, vocabulary, plan.request.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
+    _judge(found, vocabulary, plan.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
     return {"texts": found}
 
 

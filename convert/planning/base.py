@@ -39,7 +39,7 @@ class Request:
     Attributes:
         source: The checkpoint to convert.
         output: Where the result goes.
-        calibration: The options for calibration text.
+        text: The options for calibration text.
         device: Where layers run and are changed, as on the command line.
         seed: For what the model writes, and the order in which refinement takes blocks of text.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
@@ -49,7 +49,7 @@ class Request:
 
     source: Source
     output: Output
-    calibration: CalibrationOptions
+    text: CalibrationOptions
     device: str = "auto"
     seed: int = 0
     accepts_any_loss: bool = False
@@ -57,12 +57,11 @@ class Request:
     checks: bool = True
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A validated conversion, as data.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Request):
+    """A validated conversion, as data: a request, and what follows from it. A copy is not compared with its source.
 
     Attributes:
-        request: What the user asks for.
         family: The family that reads the source's attention.
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
@@ -70,7 +69,6 @@ class Plan:
         text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
-    request: Request
     family: Family
     target: Target
     calibration: Calibration | None
@@ -96,25 +94,11 @@ class Plan:
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
         runs_on = compute_device("cpu") if pools and request.device == "auto" else device
-        plan = cls(request, family, target, used, runs_on, text is not None)
+        given = vars(request) | {"checks": request.checks and not target.copies}
+        plan = cls(**given, family=family, target=target, calibration=used, runs_on=runs_on, text_given=text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
             raise _nothing_to_change(plan.source.reference, plan.before)
         return plan
-
-    @property
-    def source(self) -> Source:
-        """The checkpoint to convert."""
-        return self.request.source
-
-    @property
-    def output(self) -> Output:
-        """Where the result goes."""
-        return self.request.output
-
-    @property
-    def seed(self) -> int:
-        """For what the model writes, and the order in which refinement takes blocks of text."""
-        return self.request.seed
 
     @property
     def before(self) -> AttentionSpec:
@@ -134,11 +118,6 @@ class Plan:
         """Of the source's cache, and of that of a result with the sizes `after`."""
         source = self.before.bytes_per_token(self.source.dtype, self.context)
         return source, after.bytes_per_token(self.cache_dtype, self.context)
-
-    @property
-    def checks(self) -> bool:
-        """Whether the result is compared with its source at the end."""
-        return self.request.checks and not self.target.copies
 
     @property
     def from_weights_alone(self) -> bool:

@@ -63,7 +63,7 @@ def plan_grouped(
     behind = host.reads_projections(family)
     if (spec != before or rounds) and traits.clip is not None and not behind:
         _refuse_clip(traits.clip, method, cache_dtype if rounds else None)
-    text = calibration_for(source.max_positions, family.skips, method, request.calibration)
+    text = calibration_for(source.max_positions, family.skips, method, request.text)
     check_output(output, source.directory)
     heads = before.num_kv_heads
     if spec == before and rounds and text is None:

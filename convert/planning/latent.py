@@ -66,7 +66,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
         if note := engine.note(target.before):  # what its user should know
             target = replace(target, notes=(*target.notes, note))
     check_output(output, source.directory)
-    calibration = _portable_calibration(method, request.calibration) if host.portable else request.calibration
+    calibration = _portable_calibration(method, request.text) if host.portable else request.text
     text = calibration_for(source.max_positions, family.skips, method, calibration)
     if size.per_layer_ranks and text is None:
         raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")

@@ -43,7 +43,7 @@ def plans_for(
         Refusal: Something that the user named cannot be done. Defaults that do not fit the source are
             left out.
     """
-    source, calibration = request.source, request.calibration
+    source, calibration = request.source, request.text
     require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
     counts = Counter(name for name, *_ in candidates)
@@ -60,7 +60,7 @@ def plans_for(
         output = replace(request.output, path=request.output.path / name)
         check_output(output, source.directory)
         try:
-            plans.append(plan(replace(request, output=output, calibration=_calibration(method, calibration))))
+            plans.append(plan(replace(request, output=output, text=_calibration(method, calibration))))
         except Refusal as refusal:
             if any(given is not None for given in (latents, groups, names)):
                 raise
@@ -90,7 +90,7 @@ def _candidates(
         (f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
         for size in latents or ()
         for m in map(methods.load_latent, _chosen(methods.LATENT, names))
-        if m.text is not TextUse.NEEDED or not request.calibration.no_text or names
+        if m.text is not TextUse.NEEDED or not request.text.no_text or names
     ]
 
 

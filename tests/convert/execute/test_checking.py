@@ -44,11 +44,14 @@ def spoil(path: Path) -> None:
 
 def plan_of(source: Path, **changes: Any) -> Any:
     """As much of a plan as the check reads."""
-    target, request = (
-        SimpleNamespace(method=SimpleNamespace(text="used"), rounding=None),
-        SimpleNamespace(accepts_any_loss=False),
-    )
-    given = {"calibration": None, "request": request, "seed": 0, "target": target, "runs_on": torch.device("cpu")} | changes
+    target = SimpleNamespace(method=SimpleNamespace(text="used"), rounding=None)
+    given = {
+        "calibration": None,
+        "accepts_any_loss": False,
+        "seed": 0,
+        "target": target,
+        "runs_on": torch.device("cpu"),
+    } | changes
     return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
@@ -76,7 +79,7 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
     assert caught.value.exit_code == 3
     assert "--resume --force" in str(caught.value.hint)
     assert warned() == []
-    found = checked(plan_of(source, request=SimpleNamespace(accepts_any_loss=True)), ruined, [], tmp_path, silent, opened)
+    found = checked(plan_of(source, accepts_any_loss=True), ruined, [], tmp_path, silent, opened)
     assert found is not None
     assert found["texts"][0]["loss_nats"] > 5
     (said,) = warned()
