@@ -92,9 +92,8 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
     healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
-    if healing.batch > blocks // _LEAST_BLOCKS:
-        options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
-        healing = replace(healing, options=options)
+    options = replace(options, batch_tokens=min(healing.batch, blocks // _LEAST_BLOCKS) * context)
+    healing = replace(healing, options=options)
     every = -(-healing.steps // _POINTS) * healing.batch * context
     return replace(healing, options=replace(options, eval_every=every))
 

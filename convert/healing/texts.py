@@ -168,7 +168,7 @@ class TrainingTexts:
         """How many blocks the teacher writes: those that its part of the training takes, and those to judge by."""
         if all(part for _, part in self.parts):
             return 0
-        plan, tokens = self.plan, min(_MOST_WRITTEN, _wanted(self.plan))
+        plan, tokens = self.plan, min(_MOST_WRITTEN, self.plan.tokens // len(self.parts))
         train = max(plan.batch, tokens // plan.context)
         return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 
@@ -207,11 +207,6 @@ class TrainingTexts:
         return TrainingText.of(self.plan, [part or _own(written) for _, part in self.parts])
 
 
-def _wanted(plan: HealPlan) -> int:
-    """Tokens of the training that fall on each text."""
-    return plan.tokens // len(plan.options.texts)
-
-
 def _own(written: torch.Tensor) -> Tokens:
     return Tokens(OWN, written.flatten(), 0, 0.0, None)
 
@@ -221,7 +216,7 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
         if text.written is None:
             return None
         return _own(written_before(plan.teacher, text.written, None, plan.context))
-    read = text.read().all_over(max(_ENOUGH, _wanted(plan)))
+    read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
     tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(
