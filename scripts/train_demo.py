@@ -2,7 +2,7 @@
 
     python scripts/train_demo.py convert/demo/python-5m-mha [--steps 2400] [--seed 0]
 
-The text is the installed Python's own (convert/demo/corpus.py); modules named there are held out. On two CPU cores
+The text is the installed Python's own (convert/demo/showcase.py); modules named there are held out. On two CPU cores
 the default takes about an hour with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647`, and up to
 twice as long without, since glibc then maps memory anew at every step. `training.json` beside the weights records the
 Python version, the hash of the training tokens and the loss on the validation modules as it fell and flattened.
@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, library
+from convert.demo.showcase import HELD_OUT, VALIDATION, held_out_text, library
 
 VOCABULARY, CONTEXT, BATCH, PEAK_RATE, WARM_UP = 2048, 512, 16, 2e-3, 100
 END = "<|endoftext|>"

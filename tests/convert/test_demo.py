@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text
-from convert.demo.showcase import MODEL
+from convert.demo.showcase import HELD_OUT, MODEL, VALIDATION, held_out_text
 from convert.planning.sizes import LatentSize
 
 

@@ -22,8 +22,7 @@ from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok,
 
 from attention import load
 from attention.spec import AttentionSpec
-from convert.demo.corpus import held_out_text
-from convert.demo.showcase import MODEL
+from convert.demo.showcase import MODEL, held_out_text
 from convert.families import FAMILIES, family_of
 from eval.inputs.source import Source
 
