@@ -10,6 +10,7 @@ from typing import Any
 from attention.calibrated import Calibrated
 from attention.spec import AttentionSpec
 from convert.planning.base import Plan
+from convert.planning.texts import names_of
 from eval.report.sections import loss_text
 
 
@@ -99,7 +100,7 @@ def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
-        how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
+        how += f", calibrated on at most {text.tokens} tokens of {names_of(text.texts)} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
     words = {"cast": f"cast to {plan.output.dtype}"}
     if text:

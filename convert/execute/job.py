@@ -84,8 +84,3 @@ class Job:
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         return self.text is not None and not self.plan.unmodelled
-
-    @property
-    def refits(self) -> bool:
-        """Whether queries, keys and values are fitted to the source's: where the plan says so, and it shows where it looks."""
-        return self.text is not None and self.text.calibration.refit and self.shows_attention

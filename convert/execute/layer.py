@@ -102,7 +102,8 @@ def adapted(job: Job, before: Attention, after: Record, seen: Statistics) -> Rec
         elif seen.sample is not None and job.shows_attention:
             after = balanced_heads(after, seen.sample.to(after.k.device))
         after = replace(after, rounding=form)
-    return _refitted(before, after, seen) if job.refits and seen.sample is not None else after
+    refits = job.plan.calibration is not None and job.plan.calibration.refit and job.shows_attention
+    return _refitted(before, after, seen) if refits and seen.sample is not None else after
 
 
 def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:

@@ -12,7 +12,7 @@ from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
+from convert.planning.texts import DEFAULT, OWN, Texts, as_options, shared_out, written_before
 from eval.inputs.loading import calibration_tokens
 from eval.inputs.text import Tokens, joined
 
@@ -88,11 +88,6 @@ class Calibration:
     max_context: int
     retrieval_limit: int | None = None
     heal: int | None = 0
-
-    @property
-    def name(self) -> str:
-        """The texts, for people."""
-        return names_of(self.texts)
 
     @property
     def blocks(self) -> list[int]:

@@ -41,8 +41,8 @@ def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitt
     seen = []
     monkeypatch.setattr(layer, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
     monkeypatch.setattr(layer, "balanced", lambda after, _: after)
-    target = SimpleNamespace(rounding=FORMATS[form])
-    job: Any = SimpleNamespace(plan=SimpleNamespace(target=target), shows_attention=True, refits=True)
+    plan = SimpleNamespace(target=SimpleNamespace(rounding=FORMATS[form]), calibration=SimpleNamespace(refit=True))
+    job: Any = SimpleNamespace(plan=plan, shows_attention=True)
     after = layer.adapted(job, record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)))
     assert seen == [FORMATS.get(fitted_to or "")]
     assert after.rounding is FORMATS[form]
