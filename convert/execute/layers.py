@@ -43,7 +43,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         shards = job.manifest.shards(plan.output.max_shard_size)
         needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
         work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
-        named = tokenizer_class(source, target.config(source.raw, plan.family, target.spec, None))
+        named = tokenizer_class(source, plan.plain_config(target.spec, None))
         choice, surveyed = Choice(), None
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
             surveyed = _surveyed(job, job.text)

@@ -63,7 +63,8 @@ def provenance_of(
         if text
         else None,
         **(calibrated.as_dict() if calibrated else {}),
-        **(choice.facts() if plan.target.spec.kv_lora_rank and not plan.target.copies else {}),
+        **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank and not plan.target.copies else {}),
+        **({"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),

@@ -240,6 +240,9 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
     header.append("engines")
+    within = f" of the {limit} positions that the model is made for" if limit else ""
+    if limit and facts["context"] > limit:
+        within = f": MORE THAN THE {limit} POSITIONS that the model is made for"
     cache = "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
     rows = []
     for i, row in enumerate(facts["targets"]):
@@ -249,7 +252,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
     return (
         f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, "
-        f"context {facts['context']}{_limit_text(facts)}\n\n"
+        f"context {facts['context']}{within}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + ("" if facts["mla"] else f"\n\n{rule_text()}")
@@ -259,15 +262,6 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
         + (", at most the positions that the model is made for." if limit else ".")
     )
-
-
-def _limit_text(facts: Mapping[str, Any]) -> str:
-    limit = facts["max_positions"]
-    if not limit:
-        return ""
-    if facts["context"] > limit:
-        return f": MORE THAN THE {limit} POSITIONS that the model is made for"
-    return f" of the {limit} positions that the model is made for"
 
 
 def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:

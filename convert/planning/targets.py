@@ -5,7 +5,6 @@ Each has its recipe and its facts; `convert.execute.layer` changes layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from convert.methods.text import Method
 if TYPE_CHECKING:
     from attention.formats import Format
     from attention.rope import Rotary
-    from convert.families import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,6 @@ class _Target:
     def rounding(self) -> Format | None:
         """The format through whose rounding keys and values are made fit; None for a dtype."""
         return rounding_of(self.cache_dtype)
-
-    def config(self, raw: Mapping[str, Any], family: Family, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        """The new config.json, as of `Host.config`; `rotary` is the rotary embedding of its RoPE key."""
-        return self.host.config(raw, family, spec, rotary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +107,6 @@ class LatentTarget(_Target):
         """The sizes of the result, for `--json`."""
         return {**self.recipe(), "latent_channels": self.channels}
 
-    def config(self, raw: Mapping[str, Any], family: Family, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        return dict(raw) if self.copies else super().config(raw, family, spec, rotary)
-
     def allocation(self, rotary: Rotary) -> Allocation:
         """The allocation of all layers before frequencies are chosen; `rotary` is the source's rotary embedding."""
         return Allocation(
@@ -149,11 +140,6 @@ class Choice:
         """What a method factors a layer to; `rotary` is the source's rotary embedding."""
         allocation = replace(target.allocation(rotary), pairs=self.pairs)
         return replace(allocation, rank=self.ranks[layer]) if self.ranks else allocation
-
-    def facts(self) -> dict[str, Any]:
-        """The entries of conversion.json for a latent."""
-        ranks = {"kv_lora_ranks": list(self.ranks)} if self.ranks else {}
-        return {"rotary_frequencies": list(self.pairs), **ranks}
 
 
 Target = GroupedTarget | LatentTarget

@@ -112,7 +112,7 @@ def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> No
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made.raw, plan.family, plan.target.spec, None) == made.raw
+        assert plan.plain_config(plan.target.spec, None) == made.raw
 
 
 @pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
@@ -120,14 +120,16 @@ def test_a_smaller_latent_is_planned_like_any_other(
     rank: int, rope: int, nope: int, full: int, source: Sources, output: Output
 ) -> None:
     made = source("deepseek_v3")
-    found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    plan = factored(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    found = plan.target
+    assert isinstance(found, LatentTarget)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
     family = family_of("deepseek_v3").of(made.config)
     assert LatentBounds(made, family, HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
     kept = family.rotary(0).select(list(range(rope // 2)), "interleaved")
-    config = found.config(made.raw, family, found.spec, kept)
+    config = plan.plain_config(found.spec, kept)
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 

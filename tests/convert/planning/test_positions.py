@@ -51,7 +51,7 @@ def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any]
     rotary = plan.family.of(plan.source.config).first_rotary
     assert rotary is not None
     kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source.raw, plan.family, plan.target.spec, kept), plan.config(plan.target.spec, kept)
+    return plan.plain_config(plan.target.spec, kept), plan.config(plan.target.spec, kept)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> N
     heads = grouped(source(), output, method="aligned", text=TEXT)
     assert heads.calibrated is None
     spec = heads.target.spec
-    assert heads.config(spec, None) == heads.target.config(heads.source.raw, heads.family, spec, None)
+    assert heads.config(spec, None) == heads.plain_config(spec, None)
     inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
     around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
     assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
