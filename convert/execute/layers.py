@@ -55,8 +55,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
             manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
         layers = write_weights(job, shards, _layers(job, choice, spec, surveyed))
-        rotary = choice.rotary(plan.rotary) if isinstance(target, LatentTarget) else None
-        write_config(work.path, plan.config(spec, rotary), plan.output.dtype)
+        write_config(work.path, plan.config(spec, choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:

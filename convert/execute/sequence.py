@@ -75,8 +75,8 @@ class _Pair:
 
     def __init__(self, job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> None:
         self._job, self._choice, self._spec, self._layout, self._how = job, choice, spec, job.plan.layout, text.calibration
-        plan, steps, rotary = job.plan, job.work.steps, choice.rotary(job.plan.rotary) if spec.kv_lora_rank else None
-        config = config_of(plan.plain_config(spec, rotary))
+        plan, steps = job.plan, job.work.steps
+        config = config_of(plan.plain_config(spec, choice.pairs))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
         cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on

@@ -173,15 +173,16 @@ class Plan(Request):
         """The family of the result's tensors."""
         return self.target.host.layout(self.family)
 
-    def plain_config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def plain_config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
         """The result's config.json as of `Host.config`, without for how many positions it is calibrated."""
         if self.target.copies and spec.kv_lora_rank:
             return dict(self.source.raw)
+        rotary = self.rotary.select(pairs, "interleaved") if spec.kv_lora_rank and pairs is not None else None
         return self.target.host.config(self.source.raw, self.family, spec, rotary)
 
-    def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
-        made, calibrated = self.plain_config(spec, rotary), self.calibrated
+    def config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
+        """The result's config.json, for its sizes and the frequencies of its RoPE key, if it has one."""
+        made, calibrated = self.plain_config(spec, pairs), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property

@@ -132,10 +132,6 @@ class Choice:
     pairs: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
 
-    def rotary(self, of: Rotary) -> Rotary:
-        """The rotary embedding of the RoPE key; `of` is the source's."""
-        return of.select(self.pairs, "interleaved")
-
     def allocation(self, target: LatentTarget, rotary: Rotary, layer: int) -> Allocation:
         """What a method factors a layer to; `rotary` is the source's rotary embedding."""
         allocation = replace(target.allocation(rotary), pairs=self.pairs)

@@ -48,10 +48,7 @@ def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, met
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    rotary = plan.family.of(plan.source.config).first_rotary
-    assert rotary is not None
-    kept = rotary.select(pairs, "interleaved")
-    return plan.plain_config(plan.target.spec, kept), plan.config(plan.target.spec, kept)
+    return plan.plain_config(plan.target.spec, pairs), plan.config(plan.target.spec, pairs)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
