@@ -319,12 +319,11 @@ class Work:
 
 def _changes(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The inputs that differ, in words."""
-    changed = sorted(key for key in {*begun, *now} if begun.get(key) != now.get(key))
-    return "; ".join(f"{key}: {_short(begun.get(key))} then, {_short(now.get(key))} now" for key in changed)
-
-
-def _short(value: Any) -> str:
-    return "others" if isinstance(value, dict) else str(value)
+    said = []
+    for key in sorted(key for key in {*begun, *now} if begun.get(key) != now.get(key)):
+        then, later = ("others" if isinstance(one.get(key), dict) else one.get(key) for one in (begun, now))
+        said.append(f"{key}: {then} then, {later} now")
+    return "; ".join(said)
 
 
 def _content(path: Path) -> dict[str, tuple[int, int, int]]:

@@ -230,6 +230,8 @@ class Plan(Request):
         text: dict[str, Any] = {"no_text": True} if self.from_weights_alone else {}
         if self.calibration:
             text = self.calibration.as_options() | as_options(self.calibration.texts, absolute=True)
+        size, units = self.output.max_shard_size, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B"))
+        unit, name = next((unit, name) for unit, name in units if size % unit == 0)
         return {
             "model": location_of(self.source),
             **self.target.recipe(),
@@ -237,7 +239,7 @@ class Plan(Request):
             "seed": self.seed,
             **({"dtype": self.output.dtype} if self.output.dtype else {}),
             **({"engine": self.output.engine} if self.output.engine else {}),
-            "max_shard_size": _with_unit(self.output.max_shard_size),
+            "max_shard_size": f"{size // unit}{name}",
             **text,
             **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
@@ -288,12 +290,6 @@ class Plan(Request):
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
-
-
-def _with_unit(size: int) -> str:
-    """`size` bytes in the largest unit that divides it: 5000000000 is "5GB"."""
-    unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
-    return f"{size // unit}{name}"
 
 
 def location_of(source: Source) -> str:
