@@ -189,8 +189,9 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) ->
         rounded = {parameter: written[parameter].to(reader.infos[name].dtype) for name, parameter in tensors.items()}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
+                kind = str(weight.dtype).removeprefix("torch.")
                 raise Failure(
-                    f"{name} overflows in {str(weight.dtype).removeprefix('torch.')}, in which the converted checkpoint is stored",
+                    f"{name} overflows in {kind}, in which the converted checkpoint is stored",
                     hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
         trainer.put({name: weight.float() for name, weight in rounded.items()})
