@@ -66,9 +66,9 @@ def _begun(output: Output) -> tuple[int, int] | None:
     """All tokens, and those of a step, of the healing that `--resume` goes on with; None if there is none."""
     finished = {} if output.overwrite else read_provenance(output.path)
     match read_object(partial_path(output.path) / INPUTS) or finished.get("recipe"):
-        case {"tokens": int(tokens), "batch_tokens": int(batch)} | {
-            "heal": {"tokens": int(tokens), "batch_tokens": int(batch)}
-        }:
+        case {"tokens": int(tokens), "batch_tokens": int(batch)}:
+            return tokens, batch
+        case {"heal": {"tokens": int(tokens), "batch_tokens": int(batch)}}:
             return tokens, batch
     return None
 
