@@ -117,6 +117,6 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
                 parameter.grad = None
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
-    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.tensors)}
+    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}
     work.remember(_COURSE, {"files": files, "course": course})
     return course

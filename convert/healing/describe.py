@@ -174,7 +174,7 @@ def provenance_of(plan: HealPlan, texts: list[dict[str, Any]], text: TrainingTex
             **course_of(plan, text, outcome),
         },
         "conversion": conversion,
-        "tensors": {"healed": sorted(outcome.tensors)},
+        "tensors": {"healed": sorted(outcome.weights)},
         "versions": versions(),
     }
 

@@ -102,14 +102,12 @@ class Outcome:
     Attributes:
         progressed: The rate and the curve.
         after: The point of the weights as they are written.
-        weights: These, by name; empty if those of the converted checkpoint stay.
-        tensors: The one of these that each tensor to write holds.
+        weights: These, by their names in the checkpoint; empty if those of the converted one stay.
     """
 
     progressed: Progressed
     after: Point
     weights: dict[str, torch.Tensor]
-    tensors: dict[str, str]
 
 
 def train(
@@ -164,7 +162,7 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: P
         if start.kl <= _EXACT:
             lost = f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}"
             _tell(trainer, logging.WARNING, lost)
-            return Outcome(Progressed(0.0, {}, [start]), start, {}, {})
+            return Outcome(Progressed(0.0, {}, [start]), start, {})
         progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
         trainer.add_callback(_Course(plan, trainer, progressed))
@@ -184,9 +182,8 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) ->
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
-        written = trainer.written(best.step)
-        tensors = {name: parameter for name, parameter in trainer.plan.tensors.items() if parameter in written}
-        rounded = {parameter: written[parameter].to(reader.infos[name].dtype) for name, parameter in tensors.items()}
+        written, of = trainer.written(best.step), trainer.plan.tensors
+        rounded = {name: written[of[name]].to(reader.infos[name].dtype) for name in of if of[name] in written}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
                 kind = str(weight.dtype).removeprefix("torch.")
@@ -194,12 +191,12 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) ->
                     f"{name} overflows in {kind}, in which the converted checkpoint is stored",
                     hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
-        trainer.put({name: weight.float() for name, weight in rounded.items()})
+        trainer.put({of[name]: weight.float() for name, weight in rounded.items()})
         kl, loss_nats = trainer.measure()
         if kl < start.kl:
-            return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded, tensors)
+            return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded)
     _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
-    return Outcome(progressed, start, {}, {})
+    return Outcome(progressed, start, {})
 
 
 # ---- learning rates ----------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ def write_files(directory: Path, reader: Reader, outcome: Outcome, progress: Pro
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
-            healed = {name: outcome.weights[outcome.tensors[name]] for name in names if name in outcome.tensors}
-            tensors = {name: healed[name] if name in healed else reader[name] for name in names}
+            tensors = {name: outcome.weights[name] if name in outcome.weights else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 

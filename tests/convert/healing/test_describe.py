@@ -20,7 +20,7 @@ def said(path: Path, teacher: Path, text: Path, sizes: dict[str, Any], out: Path
     """The card of a healing that nobody made."""
     plan = heal(path, out, text=text, teacher=teacher, dry_run=True, **sizes).plan
     start, end = Point(0, 0, 0.0, None, 0.5, 0.6), Point(2, 128, 1e-3, 0.4, 0.3, 0.2)
-    outcome = Outcome(Progressed(1e-3, {}, [start, end]), end, {"a": torch.zeros(1)}, {"a": "a"})
+    outcome = Outcome(Progressed(1e-3, {}, [start, end]), end, {"a": torch.zeros(1)})
     texts = TrainingTexts.read(plan)
     return card(plan, provenance_of(plan, texts.facts, texts.known, outcome))
 
