@@ -60,6 +60,7 @@ def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
     assert bounds.full_rank(32) == 32
     narrow = bounds_of(source(hidden_size=24))
     assert narrow.full_rank(8) == 24, "the width of the model, where that is less"
+    assert bounds_of(source("qwen3", num_key_value_heads=8)).full_rank(4) == 124, "but for keys behind their norm"
     mixed = bounds_of(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128))
     assert mixed.full_rank(8) == 64, "layers without positions have all of their keys in the latent"
 
@@ -242,6 +243,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
      {"kv_lora_rank": 33, "qk_rope_head_dim": 26}, "of each key's 8 dims only 6 have RoPE, which makes 24"),
     ("phimoe", {}, {"kv_lora_rank": 10**6, "qk_rope_head_dim": 3}, "does not have Llama's decoder blocks"),
+    ("olmo", {"clip_qkv": 0.0}, SMALL, "clip_qkv is 0.0"),
+    ("mpt", {"attn_config": {"clip_qkv": -1.0}}, {"kv_lora_rank": 16}, "attn_config.clip_qkv is -1.0"),
+    ("gpt2", {}, SMALL, "has no RoPE, so it has no RoPE key of 8 dims"),
+    ("gpt2", {}, {"kv_lora_rank": 65}, "rank 65 exceeds full size"),
     ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
     ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
     ("deepseek_v3", {}, {"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and"),
