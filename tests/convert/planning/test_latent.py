@@ -227,7 +227,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, {"kv_lora_rank": 1, "qk_rope_head_dim": 8}, "a latent of rank 1 holds nothing: deepseek_v3 needs 1"),
     ("llama", {}, {"kv_share": 1.01}, "exceeds the 768 of"),
     ("llama", {}, {"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
-    ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "use --kv-lora-rank 33, or --pad-rank for channels of zeros"),
+    ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "with 1 constant channel(s) of deepseek_v3 makes 33"),
     ("llama", {}, {"kv_lora_rank": 15, "qk_rope_head_dim": 8, "cache_dtype": "int4"},
      "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"),
     ("llama", {}, SMALL | {"portable": True, "cache_dtype": "mixed"}, "a portable result cannot be made for mixed: its norm"),
