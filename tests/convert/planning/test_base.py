@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str, s
     path = edit(Path(source().reference), **changes)
     for trusting in (False, True):
         with pytest.raises(Refusal) as caught:
-            readable(Source.parse(str(path), trusting))
+            _ = readable(Source.parse(str(path), trusting)).spec
         assert message in f"{caught.value} {caught.value.hint}"
 
 
