@@ -109,7 +109,7 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
-        for file, hash_ in write_files(work.path, reader, outcome, progress):
+        for file, hash_ in write_files(work.path, reader, outcome.weights, progress):
             work.note(file, work.done(file), hash_)
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:

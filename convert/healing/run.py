@@ -103,7 +103,7 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
         finally:
             if any(work.training.iterdir()):
                 work.keep()
-    dict(write_files(work.path, reader, outcome, progress))
+    dict(write_files(work.path, reader, outcome.weights, progress))
     calibrated = write_beside(work.path, plan.converted, plan.context if outcome.weights else 0)
     return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})
 

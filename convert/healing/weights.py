@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.calibrated import Calibrated
 from attention.errors import Failure, Refusal
@@ -17,9 +17,6 @@ from convert.planning.positions import limited
 from eval.inputs.reader import SAFETENSORS, Reader
 from eval.inputs.source import Source
 from eval.terminal.progress import Progress, stage
-
-if TYPE_CHECKING:
-    from convert.healing.loop import Outcome
 
 
 def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:
@@ -48,13 +45,15 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
     return found
 
 
-def write_files(directory: Path, reader: Reader, outcome: Outcome, progress: Progress) -> Iterator[tuple[str, str]]:
+def write_files(
+    directory: Path, reader: Reader, healed: Mapping[str, torch.Tensor], progress: Progress
+) -> Iterator[tuple[str, str]]:
     """Write weight files one by one: their names and checksums.
 
     Args:
         directory: Where to. It may be the reader's own: a file is replaced when the new one is complete.
         reader: Reads the converted checkpoint's tensors.
-        outcome: Of the healing. Where it changes no weights, everything is copied.
+        healed: The new tensors by name; empty to copy everything.
         progress: Called with the bytes written.
 
     Raises:
@@ -66,7 +65,7 @@ def write_files(directory: Path, reader: Reader, outcome: Outcome, progress: Pro
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
-            tensors = {name: outcome.weights[name] if name in outcome.weights else reader[name] for name in names}
+            tensors = {name: healed[name] if name in healed else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 
