@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attention.calibrated import Calibrated
 from attention.errors import Failure, Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
