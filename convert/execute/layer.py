@@ -66,16 +66,17 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
         seen: The statistics of its inputs.
     """
     target, after = job.plan.target, before
+    refits = job.plan.calibration is not None and job.plan.calibration.refit and job.shows_attention
     if isinstance(target, GroupedTarget):
         if target.spec.num_kv_heads != before.num_kv_heads:
             after = target.method.merge(before, target.spec.num_kv_heads, seen)
-        return adapted(job, before, after, seen)
+        return adapted(before, after, seen, target.rounding, job.shows_attention, refits)
     assert before.sinks is None, "no output class has a latent and sinks"
     latent = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
     if target.host.portable:
         assert seen.sample is not None, "the norm of a latent is fitted to text"
         latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
-    fitted = adapted(job, before, latent, seen)
+    fitted = adapted(before, latent, seen, target.rounding, job.shows_attention, refits)
     assert isinstance(fitted, FactoredAttention)
     if target.spec.q_lora_rank is not None:
         fitted = _behind_norm(fitted, job.input_gain(layer), layer, seen)
@@ -84,25 +85,26 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
     return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
 
-def adapted(job: Job, before: Attention, after: Record, seen: Statistics) -> Record:
+def adapted(before: Attention, after: Record, seen: Statistics, form: Format | None, shown: bool, refits: bool) -> Record:
     """A record that is fit for the format of its cache, and fitted to the source's.
 
     From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the class
     does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
 
     Args:
-        job: The conversion.
         before: The source's record.
         after: The result's.
         seen: The statistics of the layer's inputs.
+        form: The format through whose rounding the result is made; None for a dtype.
+        shown: Whether attention over the text is the softmax of the records' logits.
+        refits: Whether queries, keys and values are fitted.
     """
-    if (form := job.plan.target.rounding) is not None:
+    if form is not None:
         if isinstance(after, FactoredAttention):
             after = balanced(replace(after, rounding=form), seen)
-        elif seen.sample is not None and job.shows_attention:
+        elif seen.sample is not None and shown:
             after = balanced_heads(after, seen.sample.to(after.k.device))
         after = replace(after, rounding=form)
-    refits = job.plan.calibration is not None and job.plan.calibration.refit and job.shows_attention
     return _refitted(before, after, seen) if refits and seen.sample is not None else after
 
 
@@ -132,9 +134,9 @@ def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen:
     return after
 
 
-def error_of(job: Job, before: Attention, after: Record, seen: Statistics) -> dict[str, float]:
+def error_of(before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
     """Measure the error of the attention's output on a part of the text; {} without one, or where it is not finite."""
-    if seen.sample is None or not job.shows_attention:
+    if sample is None:
         return {}
-    error = output_error(before, after, seen.sample.spread(_MEASURED).to(before.k.device).blocks)
+    error = output_error(before, after, sample.spread(_MEASURED).to(before.k.device).blocks)
     return {"output_error": error} if math.isfinite(error) else {}

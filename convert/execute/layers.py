@@ -52,9 +52,9 @@ def convert_layers(job: Job) -> dict[str, Any]:
         spec = plan.sized(choice.ranks)
         if choice.ranks:
             sized = target.host.sized(source.raw, plan.family, spec)
-            manifest = manifest_of(plan, job.manifest.reader, sized)
+            manifest = manifest_of(job.manifest.reader, plan.family, target.host, sized, plan.output.dtype, target.copies)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = write_weights(job, shards, _layers(job, choice, spec, surveyed))
+        layers = write_weights(work, job.manifest, shards, _layers(job, choice, spec, surveyed), job.progress)
         write_config(work.path, plan.config(spec, choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
@@ -94,7 +94,7 @@ def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsO
         tensors, before = job.read_layer(index)
         seen = statistics(index)
         after = changed(job, choice, before, index, seen)
-        error = error_of(job, before, after, seen)
+        error = error_of(before, after, seen.sample if job.shows_attention else None)
         return Layer.of(layout, spec, index, tensors, after, **error)
 
     return make

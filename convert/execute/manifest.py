@@ -23,6 +23,7 @@ from eval.inputs.reader import Reader, TensorInfo
 
 if TYPE_CHECKING:
     from convert.families import Family
+    from convert.hosts import Host
 
 _NO_PLACE = "the output class has no place for it"
 
@@ -122,7 +123,7 @@ def loadable_manifest(plan: Plan) -> Manifest:
     reader = source.reader(partial(class_names, source.config) if inside else family.renamed)
     _check_attention(family, reader)  # first, since its messages are more specific
     sized = host.sized(source.raw, family, spec)
-    manifest = manifest_of(plan, reader, sized)
+    manifest = manifest_of(reader, family, host, sized, plan.output.dtype, plan.target.copies)
     require_loadable(source.config, without_computed(family, reader), "the source")
     if not plan.target.copies:
         require_loadable(sized, manifest.infos, f"the {spec.kind} of it")
@@ -135,19 +136,21 @@ def without_computed(family: Family, reader: Reader) -> dict[str, TensorInfo]:
     return {n: info for n, info in reader.infos.items() if not (n.startswith(inside) and n.endswith(family.computed))}
 
 
-def manifest_of(plan: Plan, reader: Reader, config: Any) -> Manifest:
+def manifest_of(reader: Reader, family: Family, host: Host, config: Any, dtype: str | None, copies: bool) -> Manifest:
     """The manifest of a result.
 
     Args:
-        plan: The plan of the conversion.
         reader: Reads the source's tensors.
+        family: The source's family.
+        host: The output class.
         config: The result's config.
+        dtype: The dtype that floats are stored in; None keeps each tensor's own.
+        copies: Whether nothing changes.
 
     Raises:
         Failure: Tensors are missing that others need.
     """
-    family, host, layout, copies = plan.family, plan.target.host, plan.layout, plan.target.copies
-    stored = getattr(torch, plan.output.dtype) if plan.output.dtype else None
+    layout, stored = host.layout(family), getattr(torch, dtype) if dtype else None
     sized = layout.of(config)
     layer_of = {name: layer for layer in range(0 if copies else family.spec.num_layers) for name in family.shapes(layer)}
     tied_head = _repeated_head(family, reader) if _ties(family) else {}

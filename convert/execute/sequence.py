@@ -102,7 +102,7 @@ class _Pair:
         tensors, source = job.read_layer(layer)
         observed = self._observed(layer, source)
         after = changed(job, self._choice, source, layer, observed)
-        error = error_of(job, source, after, observed)
+        error = error_of(source, after, observed.sample if job.shows_attention else None)
         after, errors = self._fitted(layer, after)
         return Layer.of(self._layout, self._spec, layer, tensors, after, **error, **errors)
 

@@ -11,13 +11,14 @@ import torch
 from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.job import Job
 from convert.execute.layer import Layer
-from convert.execute.manifest import Unit
+from convert.execute.manifest import Manifest, Unit
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import EXCERPT
+from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
 from eval.inputs.reader import Reader
 from eval.machine.device import trim_memory
-from eval.terminal.progress import stage
+from eval.terminal.progress import Progress, stage
 
 MakeLayer = Callable[[int], Layer]
 
@@ -39,14 +40,16 @@ def calibration_bytes(job: Job, text: CalibrationText) -> int:
     return max(0, needed - sum(file.stat().st_size for file in there))
 
 
-def write_weights(job: Job, shards: Mapping[str, list[Unit]], make_layer: MakeLayer) -> list[dict[str, Any]]:
+def write_weights(
+    work: Work, manifest: Manifest, shards: Mapping[str, list[Unit]], make_layer: MakeLayer, progress: Progress
+) -> list[dict[str, Any]]:
     """Write every missing weight file, of the units that `shards` gives it.
 
     Returns:
         The note of each layer.
     """
-    work, manifest, notes = job.work, job.manifest, list[dict[str, Any]]()
-    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
+    notes: list[dict[str, Any]] = []
+    with stage(progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
             note = work.done(name)
             if note is not None:
