@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
+from attention.formats import Format
 from attention.forward import output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.spec import AttentionSpec
@@ -16,6 +17,7 @@ from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.families import Family
 from convert.methods.balanced import balanced, balanced_heads
+from convert.methods.blocks import Blocks
 from convert.methods.latent import sized
 from convert.methods.portable_norm import behind_norm, with_constant_norm
 from convert.methods.statistics import Statistics
