@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ import transformers
 from real_llm import make_smollm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from convert.demo.corpus import training_documents
 from convert.demo.showcase import MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +129,8 @@ def main(show: Callable[[str], object] = print) -> None:
             (work / "model").symlink_to(args.model.resolve())
         else:
             make_smollm(work / "model")
-        (work / "text.txt").write_text("\n\n".join(training_documents())[:4_000_000], encoding="utf-8")
+        documents = runpy.run_path(str(ROOT / "scripts" / "train_demo.py"))["training_documents"]()
+        (work / "text.txt").write_text("\n\n".join(documents)[:4_000_000], encoding="utf-8")
         make_small(work / "small")
         lines = []
         for row in ROWS:

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
 def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
     text = TrainingTexts.read(plan).known
-    with distillation_of(plan) as (module, what, _), tempfile.TemporaryDirectory() as unused:
+    with distillation_of(plan) as (module, what), tempfile.TemporaryDirectory() as unused:
         other, teacher = copy.deepcopy(module.student), module.teacher
         trainer = HealingTrainer(plan, text, module, what, Path(unused))
         optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from convert.api import gqa, heal, inspect, mla, mqa, plan, refresh, sweep
+    from convert.api.conversions import gqa, mla, mqa
+    from convert.api.facts import inspect, plan, refresh
+    from convert.api.heals import heal
+    from convert.api.sweeps import sweep
     from convert.execute.conversion import Conversion, PlannedConversion
     from convert.healing.describe import Healing, PlannedHealing
     from convert.sweeping import PlannedSweep, Sweep
@@ -14,10 +17,14 @@ __all__ = [
     "Conversion", "Healing", "PlannedConversion", "PlannedHealing", "PlannedSweep", "Sweep",
     "gqa", "heal", "inspect", "mla", "mqa", "plan", "refresh", "sweep",
 ]  # fmt: skip
-_RESULTS = {
-    name: module
-    for module, noun in (("execute.conversion", "Conversion"), ("healing.describe", "Healing"), ("sweeping", "Sweep"))
-    for name in (noun, f"Planned{noun}")
+_MODULES = {
+    "api.conversions": ("gqa", "mla", "mqa"),
+    "api.facts": ("inspect", "plan", "refresh"),
+    "api.heals": ("heal",),
+    "api.sweeps": ("sweep",),
+    "execute.conversion": ("Conversion", "PlannedConversion"),
+    "healing.describe": ("Healing", "PlannedHealing"),
+    "sweeping": ("PlannedSweep", "Sweep"),
 }
 
 
@@ -27,4 +34,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"convert.{_RESULTS.get(name, 'api')}"), name)
+    return getattr(import_module(next(f"convert.{module}" for module, names in _MODULES.items() if name in names)), name)

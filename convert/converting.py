@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from convert.execute.checking import Sample, checked, written
 from convert.execute.conversion import Conversion
 from convert.execute.job import Job
@@ -23,7 +21,7 @@ from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
-from convert.planning.calibration import CalibrationText, GivenTexts
+from convert.planning.calibration import GivenTexts
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.text import OneText, text_of
 from eval.quality.evaluation import prepare
@@ -52,7 +50,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         KvfoldError: As of `convert.output.writing.writing`.
     """
     require_alone("a conversion")
-    source, settings, device = plan.source, EvaluationSettings(device=plan.request.device), torch.device(plan.runs_on)
+    source, settings = plan.source, EvaluationSettings(device=plan.device)
     evaluate_on = None if evaluate is None else text_of(evaluate)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
     texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
@@ -70,16 +68,21 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
                 _log.warning(remark)
             if text.own is not None:
                 write_own_text(work.path, text.own)
-        statistics = _for_statistics(inputs, shared, text, plan.reads_projections) if shared and text else work.steps
-        job = Job(plan, manifest, work, text, device, progress, statistics)
-        with work.kept_without_memory(device, _LESS_MEMORY):
+        statistics = work.steps
+        if shared and text:
+            seen, behind = text.surveyed(), ["behind norms"] if plan.reads_projections else []
+            statistics = _shared(
+                inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind
+            )
+        job = Job(plan, manifest, work, text, progress, statistics)
+        with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)
         work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
-            healing = heal_result(plan, work, tokens, texts.unseen, device, progress, opened) if texts and tokens else None
+            healing = heal_result(plan, work, tokens, texts.unseen, progress, opened) if texts and tokens else None
             others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
-            check = checked(plan, work.path, others, device, own_texts, progress, opened) if plan.checks else None
+            check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}
             if evaluate_on:
                 models = {"source": source}
@@ -95,9 +98,3 @@ def _shared(inputs: Mapping[str, Any], shared: Path, *of: Any) -> Path:
     directory = shared / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _for_statistics(inputs: Mapping[str, Any], shared: Path, text: CalibrationText, behind_norms: bool) -> Path:
-    """The directory of the statistics of the source on this text."""
-    seen, behind = text.surveyed(), ["behind norms"] if behind_norms else []
-    return _shared(inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind)

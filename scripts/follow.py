@@ -35,7 +35,7 @@ class Stay(NamedTuple):
 
 def followed(model: Path) -> tuple[list[Stay], int]:
     """The stays of one conversion in order, and the largest depth."""
-    from convert import api
+    import convert
     from eval.inputs.source import Source
 
     stays, seen, deepest = list[Stay](), set[tuple[str, str]](), 0
@@ -64,7 +64,7 @@ def followed(model: Path) -> tuple[list[Stay], int]:
     with tempfile.TemporaryDirectory() as directory:
         sys.setprofile(profile)
         try:
-            api.gqa(model, Path(directory) / "out", groups=1, method="mean")
+            convert.gqa(model, Path(directory) / "out", groups=1, method="mean")
         finally:
             sys.setprofile(None)
     return stays, deepest

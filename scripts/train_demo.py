@@ -2,7 +2,7 @@
 
     python scripts/train_demo.py convert/demo/python-5m-mha [--steps 2400] [--seed 0]
 
-The text is the installed Python's own (convert/demo/corpus.py); modules named there are held out. On two CPU cores
+The text is the installed Python's own (convert/demo/showcase.py); modules named there are held out. On two CPU cores
 the default takes about an hour with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647`, and up to
 twice as long without, since glibc then maps memory anew at every step. `training.json` beside the weights records the
 Python version, the hash of the training tokens and the loss on the validation modules as it fell and flattened.
@@ -12,20 +12,64 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
+import inspect
 import json
 import math
 import platform
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
+from convert.demo.showcase import HELD_OUT, VALIDATION, held_out_text, library
 
 VOCABULARY, CONTEXT, BATCH, PEAK_RATE, WARM_UP = 2048, 512, 16, 2e-3, 100
 END = "<|endoftext|>"
+# Tests and vendored tools are repetitive; the last two rows are tables, not text.
+_SKIPPED = {
+    "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "config",
+    "encodings", "pydoc_data", "entities.py",
+}  # fmt: skip
+
+
+def training_documents() -> list[str]:
+    """Documentation topics, built-in docstrings and library sources, without the held-out modules, in a fixed order."""
+    return [*_topics(), *_docstrings(), *_sources()]
+
+
+def _topics() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return [text for _, text in sorted(topics.items())]
+
+
+def _docstrings() -> list[str]:
+    documents = []
+    for name in sorted(sys.builtin_module_names):
+        with warnings.catch_warnings():  # some builds of Python have deprecated modules among these
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = importlib.import_module(name)
+        members = [module, *(value for _, value in sorted(vars(module).items()) if callable(value))]
+        text = "\n\n".join(doc for doc in map(inspect.getdoc, members) if doc)
+        if text:
+            documents.append(text)
+    return documents
+
+
+def _sources() -> list[str]:
+    documents = []
+    for path in sorted(library().rglob("*.py")):
+        parts = path.relative_to(library()).parts
+        name = parts[0].removesuffix(".py")
+        if name in VALIDATION + HELD_OUT or any(part in _SKIPPED or part.startswith("config-") for part in parts):
+            continue
+        documents.append(path.read_text(encoding="utf-8", errors="replace"))
+    return documents
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:

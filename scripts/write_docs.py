@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from convert.command.cli import main
-from convert.planning.describe import support, support_markdown
+from convert.hosts import HOSTS
+from convert.planning.describe import refusals, support
 
 ROOT = Path(__file__).parents[1]
 CLI, MODELS = ROOT / "docs" / "cli.md", ROOT / "docs" / "models.md"
@@ -55,6 +57,17 @@ def render_models() -> str:
     said = support_markdown(support()).split("\n")
     lines = [line for line in said if not line.endswith("no KV heads to merge")]
     return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
+
+
+def support_markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, in which families with the same output classes share a row, and why others have none."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        together.setdefault(tuple(row[kind] for kind in HOSTS), []).append(row["family"])
+    lines = [f"| {', '.join(names)} | {' | '.join(classes)} |" for classes, names in together.items()]
+    kinds = [f"to {kind.upper()}" for kind in HOSTS]
+    reasons = [f"- {line}" for line in refusals(rows)]
+    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from streams import WINDOWS, blocks_of, model_of, stream_of
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attention.record import Attention, Record
-from convert.api import gqa, mla
+from convert import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refit import refitted
 from convert.calibration.survey import Moments, survey

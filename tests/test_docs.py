@@ -15,8 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from convert.command.cli import main
-from convert.demo.corpus import VALIDATION, held_out_text
-from convert.demo.showcase import MODEL
+from convert.demo.showcase import MODEL, VALIDATION, held_out_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -149,3 +151,31 @@ def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
     """A conversion to `out` said why it ended, and nothing is left."""
     refused(result, code, message)
     assert list(out.parent.glob(f"{out.name}*")) == []
+
+
+def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: BaseException) -> None:
+    """Let a function raise an error in place of its call of this number, from 1 on."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        if next(calls) == count:
+            raise error
+        return function(*given, **named)
+
+    patch.setattr(owner, name, stopped)
+
+
+def constants_stay(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """What makes the norms of latents neutral is the same, and padding is still zeros."""
+    latents = [name.removesuffix("kv_a_layernorm.weight") for name in before if name.endswith("kv_a_layernorm.weight")]
+    assert latents, "there is a latent"
+    for latent in latents:
+        norm, bias, down = (
+            f"{latent}kv_a_{part}" for part in ("layernorm.weight", "proj_with_mqa.bias", "proj_with_mqa.weight")
+        )
+        rank, empty = len(before[norm]), (before[down] == 0).all(1)
+        assert torch.equal(after[norm], before[norm])
+        assert torch.equal(after[bias][:rank], before[bias][:rank])
+        assert empty.any()
+        assert not after[down][empty].any()
+        assert not torch.equal(after[down], before[down])

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from attention.kv_bytes import dtype_bytes
 from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
+from convert.converting import convert
+from convert.execute.conversion import Conversion, PlannedConversion
+from convert.hosts.engines import engine_of
+from convert.output.destination import Output
+from convert.planning.base import Request
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.grouped import plan_grouped
+from convert.planning.latent import plan_latent
+from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.arguments import checked
 from eval.inputs.source import Source
-
-if TYPE_CHECKING:
-    from convert.execute.conversion import Conversion, PlannedConversion
-    from convert.planning.base import Request
+from eval.machine.device import require_device
 
 _HALF = 0.5  # of the source's cache: a latent of which no size is given
 
@@ -39,14 +45,7 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    from convert.converting import convert
-    from convert.execute.conversion import PlannedConversion
-    from convert.planning.grouped import plan_grouped
-
-    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
-    request = request_of(model, output, given)
-    plan = plan_grouped(request, "gqa", given["groups"], method, output_class, given["cache_dtype"])
-    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
+    return _grouped(model, output, "gqa", given["groups"], given)
 
 
 @overload
@@ -67,13 +66,7 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    from convert.converting import convert
-    from convert.execute.conversion import PlannedConversion
-    from convert.planning.grouped import plan_grouped
-
-    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
-    plan = plan_grouped(request_of(model, output, given), "mqa", 1, method, output_class, given["cache_dtype"])
-    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
+    return _grouped(model, output, "mqa", 1, given)
 
 
 @overload
@@ -94,14 +87,14 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    from convert.converting import convert
-    from convert.execute.conversion import PlannedConversion
-    from convert.planning.latent import plan_latent
-    from convert.planning.sizes import LatentSize
-
     request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
-    rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
-    share, size = _budget(_HALF if (rank, rope_dim, budget) == (None, None, None) else budget)
+    rank, rope_dim = given["kv_lora_rank"], given["qk_rope_head_dim"]
+    budget: Any = given["kv_budget"]  # strings have been parsed
+    if (rank, rope_dim, budget) == (None, None, None):
+        budget = _HALF
+    if budget is not None and not isinstance(budget, tuple):
+        budget = parse_budget(f"{100 * budget:.12g}%" if isinstance(budget, float) else str(budget))
+    share, size = budget or (None, None)
     latent = LatentSize(
         kv_lora_rank=rank,
         qk_rope_head_dim=rope_dim,
@@ -116,14 +109,17 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
     return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
 
 
+def _grouped(
+    model: str | Path, output: str | Path, command: str, groups: int, given: Mapping[str, Any]
+) -> Conversion | PlannedConversion:
+    method, output_class = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    request = request_of(model, output, given)
+    plan = plan_grouped(request, command, groups, method, output_class, given["cache_dtype"])
+    return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
+
+
 def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
     """What the user asks of a conversion besides its target."""
-    from convert.hosts.engines import engine_of
-    from convert.output.destination import Output
-    from convert.planning.base import Request
-    from convert.planning.calibration import CalibrationOptions
-    from eval.machine.device import require_device
-
     require_device(given["device"])
     source = Source.parse(str(model), given["trust_remote_code"])
     if given["dtype"] is not None:
@@ -143,10 +139,3 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     force = given.get("force", False)
     named = force or given.get("method") is not None
     return Request(source, where, calibration, given["device"], given["seed"], named, force)
-
-
-def _budget(given: Any) -> tuple[float | None, int | None]:
-    """A budget as (share, bytes), of which one is None, or both."""
-    if given is None or isinstance(given, tuple):
-        return given or (None, None)
-    return parse_budget(f"{100 * given:.12g}%" if isinstance(given, float) else str(given))

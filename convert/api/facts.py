@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from attention.errors import Refusal
 from convert.arguments import options
+from convert.hosts.engines import engine_of
+from convert.output import refreshing
+from convert.planning.allowed import readable, require_stored
+from convert.planning.describe import Facts, capacity, inspection
 from eval.arguments import checked
 from eval.inputs.source import Source
-
-if TYPE_CHECKING:
-    from convert.planning.describe import Facts
+from eval.machine.capacity import GPUS
 
 
 @checked
@@ -28,11 +30,6 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
     Raises:
         Refusal: The model cannot be read.
     """
-    from convert.hosts.engines import engine_of
-    from convert.planning.allowed import readable, require_stored
-    from convert.planning.describe import capacity
-    from eval.machine.capacity import GPUS
-
     source, gpus = Source.parse(str(model), given["trust_remote_code"]), given["gpus"] or GPUS
     readable(source)  # first: its refusals say more than those of `source`
     for name, gigabytes in gpus.items():
@@ -59,8 +56,6 @@ def inspect(model: str | Path, **given: Unpack[options.Inspect]) -> Facts:
     Raises:
         Refusal: The model cannot be read.
     """
-    from convert.planning.describe import inspection
-
     return inspection(Source.parse(str(model), given["trust_remote_code"]))
 
 
@@ -78,9 +73,6 @@ def refresh(output: str | Path) -> Facts:
         Refusal: There is nothing to renew, or it is newer than this version's.
         Failure: Another run writes to the directory, or the files cannot be replaced.
     """
-    from convert.output import refreshing
-    from convert.planning.describe import Facts
-
     found = refreshing.refresh(Path(output))
     renewed = [f"{name} ({f'version {before}' if before else 'no version'})" for name, before in found["renewed"].items()]
     said = f"renewed {' and '.join(renewed)}" if renewed else "there was nothing to renew"

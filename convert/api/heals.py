@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from attention.errors import Refusal
 from convert.arguments import options
+from convert.healing.describe import Healing, PlannedHealing
+from convert.healing.plan import HealOptions, plan_heal
+from convert.healing.run import execute
+from convert.healing.texts import TrainingTexts
+from convert.healing.timing import within
+from convert.output.destination import Output, check_output
 from convert.planning.texts import DEFAULT, texts_of
 from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import text_of
-
-if TYPE_CHECKING:
-    from convert.healing.describe import Healing, PlannedHealing
 
 
 @overload
@@ -35,13 +38,6 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
         Refusal: Wrong as seen from the arguments and the configs.
         Failure: Weights, text or machine.
     """
-    from convert.healing.describe import PlannedHealing
-    from convert.healing.plan import HealOptions, plan_heal
-    from convert.healing.run import execute
-    from convert.healing.texts import TrainingTexts
-    from convert.healing.timing import within
-    from convert.output.destination import Output, check_output
-
     if given["time"] is not None and given["tokens"] is not None:
         raise Refusal("tokens and time contradict each other", hint="give one of them")
     trusted, named = given["trust_remote_code"], given["teacher"]
@@ -52,7 +48,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
     plan = plan_heal(source, teacher, wanted, where, given["device"], given["seed"])
     for model in (plan.converted, plan.teacher):
-        check_output(where.path, model.directory, where.overwrite, where.resume)
+        check_output(where, model.directory)
     if given["time"] is not None:
         plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:

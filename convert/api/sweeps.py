@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
+from convert import sweeping
 from convert.api.conversions import request_of
 from convert.arguments import options
+from convert.execute.conversion import PlannedConversion
+from convert.planning.sizes import LatentSize
+from convert.planning.sweep import REPORT, plans_for
+from convert.sweeping import PlannedSweep, Sweep
 from eval.api import contexts_of, names_of
 from eval.arguments import checked
 from eval.inputs.text import text_of
-
-if TYPE_CHECKING:
-    from convert.sweeping import PlannedSweep, Sweep
+from eval.quality.settings import EvaluationSettings
 
 
 @overload
@@ -34,12 +37,6 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         Refusal: Wrong as seen from the arguments and the config.
         Failure: Weights, text or machine.
     """
-    from convert import sweeping
-    from convert.execute.conversion import PlannedConversion
-    from convert.planning.sizes import LatentSize
-    from convert.planning.sweep import REPORT, plans_for
-    from eval.quality.settings import EvaluationSettings
-
     request = replace(request_of(model, output, given), accepts_a_copy=True, checks=False)
     latents = None if given["mla"] is None else list(dict.fromkeys(LatentSize(*size) for size in given["mla"]))
     groups = None if given["groups"] is None else list(dict.fromkeys(given["groups"]))
@@ -51,6 +48,6 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     for form, planned in itertools.product(formats, plans):
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
-        return sweeping.PlannedSweep([PlannedConversion(plan) for plan in plans])
+        return PlannedSweep([PlannedConversion(plan) for plan in plans])
     report = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"], given["made"])
-    return sweeping.Sweep(plans, report, request.output.path / REPORT)
+    return Sweep(plans, report, request.output.path / REPORT)

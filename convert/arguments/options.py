@@ -53,7 +53,7 @@ def _seed(use: str) -> Option:
 
 
 class Merging(TypedDict, total=False):
-    """How to merge all KV heads."""
+    """How to merge KV heads."""
 
     method: Annotated[str | None, _METHOD]
     output_class: Annotated[str | None, _CLASS]
@@ -61,12 +61,9 @@ class Merging(TypedDict, total=False):
 
 
 class Grouping(TypedDict, total=False):
-    """How many KV heads to keep, and how."""
+    """How many KV heads to keep."""
 
     groups: Required[Annotated[int, Option("KV heads of the result. Must divide those of MODEL.")]]
-    method: Annotated[str | None, _METHOD]
-    output_class: Annotated[str | None, _CLASS]
-    cache_dtype: Annotated[str | None, _CACHE]
 
 
 class Factoring(TypedDict, total=False):
@@ -310,7 +307,7 @@ class Fitting(TypedDict, total=False):
     engine: Annotated[str | None, Option("Show only what this engine runs.", choices=tuple(ENGINES))]
 
 
-class Gqa(Grouping, Calibrating, Writing[Dry], Publishing, Working, Generic[Dry]):
+class Gqa(Grouping, Merging, Calibrating, Writing[Dry], Publishing, Working, Generic[Dry]):
     """The options of `gqa`."""
 
 

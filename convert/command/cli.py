@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+import convert
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
 from convert.command import parameters, removed
@@ -100,10 +101,10 @@ def _console(given: dict[str, Any]) -> Any:
     return console(verbose, quiet)
 
 
-def _converted(convert: Any, given: dict[str, Any]) -> None:
+def _converted(name: str, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
     as_json, progress = given.pop("as_json"), _console(given)
-    done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
+    done = getattr(convert, name)(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
 
 
@@ -118,9 +119,7 @@ def gqa(**given: Any) -> None:
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
-    from convert import api
-
-    _converted(api.gqa, given)
+    _converted("gqa", given)
 
 
 @main.command()
@@ -134,9 +133,7 @@ def mqa(**given: Any) -> None:
 
     Example: convert mqa ./my-model my-model-mqa
     """
-    from convert import api
-
-    _converted(api.mqa, given)
+    _converted("mqa", given)
 
 
 @main.command()
@@ -152,9 +149,7 @@ def mla(**given: Any) -> None:
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
-    from convert import api
-
-    _converted(api.mla, given)
+    _converted("mla", given)
 
 
 @main.command()
@@ -170,10 +165,8 @@ def heal(as_json: bool, **given: Any) -> None:
 
     Example: convert heal my-model-mla my-model-mla-healed --text train.txt --tokens 20M --evaluate held-out.txt
     """
-    from convert import api
-
     progress = _console(given)
-    done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
+    done = convert.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
     if is_first():  # of several processes, one reports
         _show(done.as_dict(), str(done), as_json)
 
@@ -230,15 +223,13 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
-    from convert import api
-
     quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:
         if not quiet:
             click.echo(f"made: {printable(str(plan.output.path))} ({plan.target.spec.kind})", err=True)
 
-    done = api.sweep(model, output, progress=progress, made=made, **given)
+    done = convert.sweep(model, output, progress=progress, made=made, **given)
     _show(done.as_dict(), str(done), as_json)
     if not given["dry_run"]:
         _written(done.report_directory, "report.html", quiet)
@@ -254,10 +245,8 @@ def plan(model: str, as_json: bool, **given: Any) -> None:
 
     Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
     """
-    from convert import api
-
     _console(given)
-    facts = api.plan(model, **given)
+    facts = convert.plan(model, **given)
     _show(facts, str(facts), as_json)
 
 
@@ -271,10 +260,8 @@ def inspect(model: str, as_json: bool, **given: Any) -> None:
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
-    from convert import api
-
     _console(given)
-    facts = api.inspect(model, **given)
+    facts = convert.inspect(model, **given)
     _show(facts, str(facts), as_json)
 
 
@@ -289,10 +276,8 @@ def refresh(output: Path, as_json: bool, **given: Any) -> None:
 
     Example: convert refresh my-model-mla
     """
-    from convert import api
-
     _console(given)
-    facts = api.refresh(output)
+    facts = convert.refresh(output)
     _show(facts, str(facts), as_json)
 
 

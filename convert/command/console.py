@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -34,35 +33,25 @@ def console(verbose: bool, quiet: bool) -> Progress:
 
 
 class Lines:
-    """Progress if stderr is not a terminal: a line when a stage begins, and now and then one with the time left.
+    """Progress if stderr is not a terminal: a line when a stage begins, and now and then one with the time left."""
 
-    Args:
-        clock: Gives the time, in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._said = clock, dict[str, _Said]()
+    def __init__(self) -> None:
+        # By stage: when its last line was printed, how much of it was done then, and how much at the first line.
+        self._said: dict[str, tuple[float, int, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
-        now, said = self._clock(), self._said.get(stage)
-        if done == 0 or said is None:
+        now = time.monotonic()
+        at, said, first = self._said.get(stage, (now, done, done))
+        if done == 0 or stage not in self._said:
             click.echo(f"{printable(stage)}: {total:,} {unit}{'' if total == 1 else 's'}", err=True)
-            self._said[stage] = _Said(now, done, done)
-        elif now - said.at < _AT_ONCE and said.done == said.first:
-            self._said[stage] = _Said(said.at, done, done)  # what an earlier run has done says nothing about the speed
-        elif said.done < done < total:
-            pace = (now - said.at) / (done - said.done)
-            if now - said.at >= max(_QUIET, pace * (total - said.first) / _PARTS):
+            self._said[stage] = now, done, done
+        elif now - at < _AT_ONCE and said == first:
+            self._said[stage] = at, done, done  # what an earlier run has done says nothing about the speed
+        elif said < done < total:
+            pace = (now - at) / (done - said)
+            if now - at >= max(_QUIET, pace * (total - first) / _PARTS):
                 click.echo(f"{printable(stage)}: {done / total:.0%}, about {duration(pace * (total - done))} left", err=True)
-                self._said[stage] = said._replace(at=now, done=done)
-
-
-class _Said(NamedTuple):
-    """When the last line of a stage was printed, how much of it was done then, and how much at the first line."""
-
-    at: float
-    done: int
-    first: int
+                self._said[stage] = now, done, first
 
 
 class Bars:

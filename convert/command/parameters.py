@@ -130,8 +130,7 @@ def _option(option: Option) -> Decorator:
         return click.option(f"{flag}/--no-{flag[2:]}" if both else flag, option.name, default=default, **how)
     how |= {"type": _type(option), "metavar": option.metavar or _metavar(option)}
     if option.several or _mapping(option) or _texts(option):
-        together = _one_or_several if option.file else _together(option)
-        return click.option(flag, option.name, multiple=True, callback=together, **how)
+        return click.option(flag, option.name, multiple=True, callback=_together(option), **how)
     how |= {"required": True} if option.required else {"default": default, "show_default": default is not None}
     return click.option(flag, option.name, **how)
 
@@ -143,20 +142,17 @@ def _metavar(option: Option) -> str | None:
 
 
 def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple[Any, ...]], Any]:
-    """What makes one value of an option that may be repeated: the default of none, and no value twice."""
+    """What makes one value of an option that may be repeated: no value twice, of texts one or several, else the default."""
 
     def together(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+        if option.file:
+            texts = tuple(dict.fromkeys(value))
+            return texts if len(texts) > 1 else next(iter(texts), None)
         if not value:
             return option.default
         return dict(value) if _mapping(option) else tuple(dict.fromkeys(itertools.chain(*value)))
 
     return together
-
-
-def _one_or_several(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
-    """What texts are for the API: none, one, or several."""
-    texts = tuple(dict.fromkeys(value))
-    return texts if len(texts) > 1 else next(iter(texts), None)
 
 
 def _mapping(option: Option) -> bool:

@@ -6,9 +6,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +21,6 @@ from convert.planning.base import Plan
 from convert.planning.calibration import Calibration
 from convert.planning.memory import lacks_room
 from eval.inputs.loading import load
-from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
@@ -38,8 +36,7 @@ _CONTEXT = 512  # tokens of a row
 _COPY, _LONG = 32, 8  # tokens that stand twice; times a row: what it does not show
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Text to check on.
 
     Attributes:
@@ -81,7 +78,6 @@ def checked(
     plan: Plan,
     result: Path,
     given: Sequence[Sample],
-    device: torch.device,
     kept: Path,
     progress: Progress,
     opened: Opened,
@@ -92,7 +88,6 @@ def checked(
         plan: Of the conversion.
         result: The directory of its checkpoint.
         given: Of the texts that the user gave, blocks that were not fitted.
-        device: Where models run.
         kept: A directory for what the source writes.
         progress: Called with the blocks that are done.
         opened: Loads the models.
@@ -106,18 +101,19 @@ def checked(
         Failure: The result does not run, or gives logits that are not finite.
     """
     source, vocabulary = plan.source, plan.source.vocabulary
-    if not opened.holds(source) and (missing := lacks_room(source.config, device)):
+    if not opened.holds(source) and (missing := lacks_room(source.config, plan.runs_on)):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     samples, limit = list(given), plan.calibration and plan.calibration.skips_to
     try:
-        own = own_sample(source, plan.seed, device, kept, progress)
+        own = own_sample(plan, kept, progress)
         samples = [Sample("the source's own text", own), *samples, *Sample.far(own, limit or 0)]
     except KvfoldError as error:  # which says nothing of the result
         _log.warning("the result was not checked on text of its source, which does not write: %s", error)
     if not samples:
         return None
-    converted, form, where = source.beside(result, "the result"), plan.cache_dtype if plan.rounding else None, str(device)
+    converted, where = source.beside(result, "the result"), str(plan.runs_on)
+    form = plan.cache_dtype if plan.target.rounding else None
     total = 2 * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
         with opened(source, "auto", where) as model:
@@ -128,7 +124,7 @@ def checked(
         {"text": sample.text, "tokens": sample.ids[:, sample.first - 1 :].numel(), "source_nats": one, "loss_nats": other - one}
         for sample, one, other in zip(samples, before, after, strict=True)
     ]
-    _judge(found, vocabulary, plan.request.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
+    _judge(found, vocabulary, plan.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
     return {"texts": found}
 
 
@@ -136,21 +132,18 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
-    device = torch.device(plan.runs_on)
     with Opened() as opened:
-        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, device, kept, progress, opening=opened)
+        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, plan.runs_on, kept, progress, opening=opened)
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
-                own_sample(plan.source, plan.seed, device, kept, progress, opened)
+                own_sample(plan, kept, progress, opened)
     return ids
 
 
-def own_sample(
-    source: Source, seed: int, device: torch.device, kept: Path, progress: Progress, opening: Opening = load
-) -> torch.Tensor:
+def own_sample(plan: Plan, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
     """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
-    length = min(OWN_LENGTH, source.max_positions or OWN_LENGTH)
-    return own_text(source, OWN_ROWS, length, seed + 1, device, kept, progress, opening=opening)
+    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
+    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, plan.runs_on, kept, progress, opening=opening)
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from typing import Any
 from attention.calibrated import Calibrated
 from attention.spec import AttentionSpec
 from convert.planning.base import Plan
+from convert.planning.texts import names_of
 from eval.report.sections import loss_text
 
 
@@ -99,23 +100,18 @@ def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
-        how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
+        how += f", calibrated on at most {text.tokens} tokens of {names_of(text.texts)} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
+    words = {"cast": f"cast to {plan.output.dtype}"}
+    if text:
+        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
+    steps = [words.get(step, step) for step in plan.steps]
     return [
         f"{plan.before.kind} → {spec.kind}, {how}",
-        *_steps_line(plan),
+        *([f"steps: {' → '.join(steps)}"] if steps[1:] or steps != plan.steps else []),  # if that is more than the method
         f"KV cache: {before:.0f} → {after:.0f} bytes per token{at} ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
-
-
-def _steps_line(plan: Plan) -> list[str]:
-    """What happens to a layer and to the whole, if that is more than the method."""
-    text, words = plan.calibration, {"cast": f"cast to {plan.output.dtype}"}
-    if text:
-        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
-    said = [words.get(step, step) for step in plan.steps]
-    return [f"steps: {' → '.join(said)}"] if said[1:] or said != plan.steps else []
 
 
 def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -34,29 +34,19 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     """
     if kept := job.work.recall("choice"):  # of an interrupted run
         return Choice(tuple(kept["pairs"]), tuple(kept["ranks"]))
-    choice = _chosen(job, target, statistics)
-    job.work.remember("choice", asdict(choice))
-    return choice
-
-
-def _chosen(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
-    pairs = target.method.allocate(_measured(job, target, statistics), count, allocation) if count else ()
+    measure, measured, pairs = target.method.measure, list[torch.Tensor](), tuple[int, ...]()
+    if count and measure is not None:  # what not rotating each component costs
+        layers = [layer for layer in range(job.plan.before.num_layers) if job.plan.family.rotary(layer)]
+        with stage(job.progress, "measure", len(layers), "layer") as done:
+            for layer in layers:
+                measured.append(measure(job.read_layer(layer)[1], statistics(layer)).cpu())
+                done(1)
+    if count:
+        pairs = target.method.allocate(measured, count, allocation)
     ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
+    job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
     return Choice(pairs, ranks)
-
-
-def _measured(job: Job, target: LatentTarget, statistics: StatisticsOf) -> list[torch.Tensor]:
-    """The result of `method.measure` for each layer with RoPE."""
-    plan, measure, measured = job.plan, target.method.measure, list[torch.Tensor]()
-    if measure is None:
-        return measured
-    layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(layer)]
-    with stage(job.progress, "measure", len(layers), "layer") as done:
-        for layer in layers:
-            measured.append(measure(job.read_layer(layer)[1], statistics(layer)).cpu())
-            done(1)
-    return measured
 
 
 def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
@@ -67,7 +57,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
     tried, costs, layers = measured_ranks(target.ranks), [], target.spec.num_layers
     with stage(job.progress, "rank", layers, "layer") as done:
         for layer in range(layers):
-            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.device)
+            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
             assert measured.sample is not None
             assert measured.inverse_energy is not None
             blocks = excerpt(measured.sample).blocks

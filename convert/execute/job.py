@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from attention.record import Attention, FactoredAttention
-from convert.calibration.stream import LayerStream, Weights
-from convert.checkpoint.loading import empty_model
 from convert.checkpoint.writer import require_finite
 from convert.execute.manifest import Manifest
-from convert.families.base import Family
 from convert.methods.statistics import Statistics
 from convert.output.writing import Work
 from convert.planning.base import Plan
@@ -31,7 +26,6 @@ class Job:
         manifest: The tensors to write, from those of the source.
         work: The work directory.
         text: The calibration text, if the plan calibrates.
-        device: The device on which layers run and are converted.
         progress: Called with the progress of each stage.
         statistics_in: The directory for statistics of the source.
     """
@@ -40,7 +34,6 @@ class Job:
     manifest: Manifest
     work: Work
     text: CalibrationText | None
-    device: torch.device
     progress: Progress
     statistics_in: Path
 
@@ -51,7 +44,7 @@ class Job:
             return assumed
         projections = self.read_layer(layer)[1].projections
         assert projections is not None
-        return assumed.to(self.device).behind(projections)
+        return assumed.to(self.plan.runs_on).behind(projections)
 
     def input_gain(self, layer: int) -> torch.Tensor:
         """`[E]`, the gains of the norm of a layer's input; ones without."""
@@ -80,7 +73,7 @@ class Job:
         Raises:
             Failure: One of them is not finite.
         """
-        tensors = {name: self.manifest.reader[name].to(self.device) for name in self.plan.family.shapes(layer)}
+        tensors = {name: self.manifest.reader[name].to(self.plan.runs_on) for name in self.plan.family.shapes(layer)}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, layer)
@@ -91,23 +84,3 @@ class Job:
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         return self.text is not None and not self.plan.unmodelled
-
-    @property
-    def refits(self) -> bool:
-        """Whether queries, keys and values are fitted to the source's: where the plan says so, and it shows where it looks."""
-        return self.text is not None and self.text.calibration.refit and self.shows_attention
-
-    def stream(
-        self, text: CalibrationText, config: Any, family: Family, weights: Weights, spool: Path, cache: Cache | None = None
-    ) -> LayerStream:
-        """The layers of the source or of the result, run over the calibration text.
-
-        Args:
-            text: Its blocks.
-            config: The model's config.
-            family: The layout of its tensors.
-            weights: These tensors.
-            spool: The path prefix of the files that hold layer inputs.
-            cache: As of `LayerStream`.
-        """
-        return LayerStream(empty_model(config), family, weights, text.blocks, spool, self.device, cache)

@@ -68,22 +68,30 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
         seen: The statistics of its inputs.
     """
     target, after = job.plan.target, before
+    refits = job.plan.calibration is not None and job.plan.calibration.refit and job.shows_attention
     if isinstance(target, GroupedTarget):
         if target.spec.num_kv_heads != before.num_kv_heads:
             after = target.method.merge(before, target.spec.num_kv_heads, seen)
-        return adapted(before, after, seen, target.rounding, job.shows_attention, job.refits)
+        return adapted(before, after, seen, target.rounding, job.shows_attention, refits)
     assert before.sinks is None, "no output class has a latent and sinks"
-    latent: Record = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
+    latent = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
     if target.host.portable:
-        latent = _constant_norm(before, latent, seen)
-    latent = adapted(before, latent, seen, target.rounding, job.shows_attention, job.refits)
+        assert seen.sample is not None, "the norm of a latent is fitted to text"
+        latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
+    fitted = adapted(before, latent, seen, target.rounding, job.shows_attention, refits)
+    assert isinstance(fitted, FactoredAttention)
     if target.spec.q_lora_rank is not None:
-        latent = _behind_norm(latent, job.input_gain(layer), layer, seen)
-    return _scaled(target.host.latent_size(target.spec.kv_lora_rank or 0), latent, seen)
+        fitted = _behind_norm(fitted, job.input_gain(layer), layer, seen)
+    latent, size = balanced(fitted, seen), target.host.latent_size(target.spec.kv_lora_rank or 0)
+    # A norm that divides it by its size lets scales cancel.
+    return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
 
 def adapted(before: Attention, after: Record, seen: Statistics, form: Format | None, shown: bool, refits: bool) -> Record:
     """A record that is fit for the format of its cache, and fitted to the source's.
+
+    From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the class
+    does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
 
     Args:
         before: The source's record.
@@ -94,20 +102,12 @@ def adapted(before: Attention, after: Record, seen: Statistics, form: Format | N
         refits: Whether queries, keys and values are fitted.
     """
     if form is not None:
-        after = _balanced(after, form, seen, shown)
+        if isinstance(after, FactoredAttention):
+            after = balanced(replace(after, rounding=form), seen)
+        elif seen.sample is not None and shown:
+            after = balanced_heads(after, seen.sample.to(after.k.device))
+        after = replace(after, rounding=form)
     return _refitted(before, after, seen) if refits and seen.sample is not None else after
-
-
-def _balanced(after: Record, form: Format, seen: Statistics, shown: bool) -> Record:
-    """Keys and values in balanced coordinates, and rounded from here on as the target's cache rounds them.
-
-    Where the class does more with them than records say, or nothing shows their sizes, those of heads are only rounded.
-    """
-    if isinstance(after, FactoredAttention):
-        return balanced(replace(after, rounding=form), seen)
-    if seen.sample is not None and shown:
-        after = balanced_heads(after, seen.sample.to(after.k.device))
-    return replace(after, rounding=form)
 
 
 def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:
@@ -123,16 +123,8 @@ def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:
     return replace(refitted(before, start, seen.sample.to(before.k.device), seen.attended), rounding=form)
 
 
-def _constant_norm(before: Attention, after: Record, seen: Statistics) -> Record:
-    """A latent whose norm is nearly constant, for classes that have no place for biases."""
-    assert isinstance(after, FactoredAttention)
-    assert seen.sample is not None, "the norm of a latent is fitted to text"
-    return with_constant_norm(before, after, seen.sample.to(before.k.device))
-
-
-def _behind_norm(after: Record, gain: torch.Tensor, layer: int, seen: Statistics) -> Record:
+def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen: Statistics) -> FactoredAttention:
     """Queries that read the input without the gains `[E]` of its norm."""
-    assert isinstance(after, FactoredAttention)
     assert seen.sample is not None, "portable results need text"
     after, spread = behind_norm(after, gain, seen.sample)
     if spread > _UNEVEN:
@@ -142,14 +134,6 @@ def _behind_norm(after: Record, gain: torch.Tensor, layer: int, seen: Statistics
             hint="leave out --engine llama.cpp: embeddings are so small that the norm's epsilon matters, or gains are zero",
         )
     return after
-
-
-def _scaled(size: float | None, after: Record, seen: Statistics) -> FactoredAttention:
-    """A latent whose channels are balanced, at the size that the class's norm needs."""
-    assert isinstance(after, FactoredAttention)
-    after = balanced(after, seen)
-    # A norm that divides it by its size lets scales cancel.
-    return after if size is None or after.normalised else sized(after, seen.second, size)
 
 
 def error_of(before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:

@@ -13,8 +13,9 @@ import torch
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
+from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
-from convert.checkpoint.loading import require_loadable
+from convert.checkpoint.loading import empty_model, require_loadable
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import StatisticsOf, choose
 from convert.execute.job import Job
@@ -22,7 +23,8 @@ from convert.execute.layer import Layer, changed, error_of
 from convert.execute.manifest import manifest_of, without_computed
 from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
-from convert.execute.weights import MakeLayer, calibration_bytes, unwritten, write_weights
+from convert.execute.weights import MakeLayer, calibration_bytes, write_weights
+from convert.methods.text import TextUse
 from convert.output.companions import copy_code, copy_companions, write_config
 from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.planning.calibration import CalibrationText
@@ -39,11 +41,12 @@ def convert_layers(job: Job) -> dict[str, Any]:
     plan, work, source, target = job.plan, job.work, job.plan.source, job.plan.target
     try:
         shards = job.manifest.shards(plan.output.max_shard_size)
-        needed = unwritten(work, shards)
+        needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
         work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
-        named = tokenizer_class(source, target.config(source.raw, plan.family, target.spec, None))
-        surveyed = _surveyed(job, job.text) if job.text and plan.reads_text else None
-        choice = Choice()
+        named = tokenizer_class(source, plan.plain_config(target.spec, None))
+        choice, surveyed = Choice(), None
+        if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
+            surveyed = _surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:
             choice = choose(job, target, surveyed or job.assumed)
         spec = plan.sized(choice.ranks)
@@ -52,8 +55,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
             manifest = manifest_of(job.manifest.reader, plan.family, target.host, sized, plan.output.dtype, target.copies)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
         layers = write_weights(work, job.manifest, shards, _layers(job, choice, spec, surveyed), job.progress)
-        rotary = choice.rotary(plan.rotary) if isinstance(target, LatentTarget) else None
-        write_config(work.path, plan.config(spec, rotary), plan.output.dtype)
+        write_config(work.path, plan.config(spec, choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:
@@ -74,8 +76,9 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
 
     @cache
     def found() -> StatisticsOf:
-        plan, spool, shelf = job.plan, job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
-        stream = job.stream(seen, plan.source.config, plan.family, job.manifest.reader, spool)
+        spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
+        model, paths = empty_model(job.plan.source.config), job.plan.family
+        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.plan.runs_on)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
     return lambda layer: found()(layer)
@@ -83,7 +86,7 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
 
 def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsOf | None) -> MakeLayer:
     """Maps a layer's index to the converted layer; `spec` has the sizes of the result."""
-    if job.text and surveyed and job.text.calibration.in_sequence and not job.plan.target.copies:
+    if job.text and job.text.calibration.in_sequence:
         return in_sequence(job, job.text, choice, spec)
     layout, statistics = job.plan.layout, surveyed or job.assumed
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from convert.families import Family
     from convert.hosts import Host
 
+_NO_PLACE = "the output class has no place for it"
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -68,7 +70,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors that a conversion writes.
+    """All tensors that a conversion writes. It makes, by name, those that are not of attentions.
 
     Attributes:
         reader: Reads the source's tensors.
@@ -81,9 +83,16 @@ class Manifest:
     dropped: dict[str, str]
 
     @cached_property
-    def outputs(self) -> dict[str, TensorInfo]:
+    def infos(self) -> dict[str, TensorInfo]:
         """The infos of all tensors that are written, by name."""
         return {name: info for unit in self.units for name, info in unit.outputs.items()}
+
+    @cached_property
+    def _unit_of(self) -> dict[str, Unit]:
+        return {name: unit for unit in self.units for name in unit.outputs if unit.layer is None}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._unit_of[name].make(self.reader.__getitem__)[name]
 
     @property
     def nbytes(self) -> int:
@@ -102,24 +111,6 @@ class Manifest:
         return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
-class Unconverted:
-    """The tensors of a result, made from the source: all but those of attentions.
-
-    Args:
-        manifest: That of the result.
-
-    Attributes:
-        infos: The infos of all tensors, those of attentions included.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.infos, self._reader = manifest.outputs, manifest.reader
-        self._unit_of = {name: unit for unit in manifest.units for name in unit.outputs if unit.layer is None}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._unit_of[name].make(self._reader.__getitem__)[name]
-
-
 def loadable_manifest(plan: Plan) -> Manifest:
     """The tensors to write. Their names and shapes are those of the class: no work starts that could not be loaded.
 
@@ -135,7 +126,7 @@ def loadable_manifest(plan: Plan) -> Manifest:
     manifest = manifest_of(reader, family, host, sized, plan.output.dtype, plan.target.copies)
     require_loadable(source.config, without_computed(family, reader), "the source")
     if not plan.target.copies:
-        require_loadable(sized, manifest.outputs, f"the {spec.kind} of it")
+        require_loadable(sized, manifest.infos, f"the {spec.kind} of it")
     return manifest
 
 
@@ -174,10 +165,16 @@ def manifest_of(reader: Reader, family: Family, host: Host, config: Any, dtype: 
                 units.append(_attention_unit(family, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
-        elif (kept := name if copies else _kept(family, layout, name)) is not None:
-            units.append(Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),)))
-        elif reason := _has_no_place(family, layout, name):
-            dropped[name] = reason
+        elif copies or (place := family.names.place(name)) is None:  # it stays as it is, if there is a place for it
+            kept = name if copies or family is layout else layout.beside(name)
+            if kept is not None:
+                units.append(
+                    Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),))
+                )
+            else:
+                dropped[name] = "the model computes it itself" if name.endswith(family.computed) else _NO_PLACE
+        elif all(layout.names.holding(role) is None for role in place.roles):
+            dropped[name] = _NO_PLACE
         else:
             unit = _other_unit(family, layout, name, reader, stored)
             key = tuple(sorted(unit.outputs))
@@ -238,13 +235,6 @@ def _attention_unit(family: Family, layout: Family, layer: int, reader: Reader, 
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
 
 
-def _kept(family: Family, layout: Family, name: str) -> str | None:
-    """The name in the result of a tensor that is copied whatever it holds; None if its role decides what becomes of it."""
-    if family.names.place(name) is not None:
-        return None
-    return name if family is layout else layout.beside(name)
-
-
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
     """The head that a `.bin` stores as the embedding once more, mapped to the embedding; empty if there is none."""
     for pair in reader.aliases.items():
@@ -265,16 +255,6 @@ def _own_head(layout: Family, units: Sequence[Unit]) -> Unit | None:
     unit = written[embedding.name]
     place = next(place for place in unit.places if place.name == embedding.name)
     return replace(unit, outputs={head.name: unit.outputs[embedding.name]}, places=(replace(place, name=head.name),))
-
-
-def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
-    """Why the output class drops a tensor other than an attention's, or None."""
-    place = family.names.place(name)
-    if place is None:
-        return "the model computes it itself" if name.endswith(family.computed) else "the output class has no place for it"
-    if all(layout.names.holding(role) is None for role in place.roles):
-        return "the output class has no place for it"
-    return None
 
 
 def _other_unit(family: Family, layout: Family, name: str, reader: Reader, stored: torch.dtype | None) -> Unit:

@@ -13,12 +13,10 @@ from convert.execute.job import Job
 from convert.execute.manifest import Manifest
 from convert.families import Family
 from convert.hosts import Host
-from convert.hosts.engines import ENGINES, Engine
-from convert.methods.text import Method
+from convert.hosts.engines import ENGINES
 from convert.output.card import command_line, inherited_licence, metadata_of, render
-from convert.output.provenance import versions
+from convert.output.destination import versions
 from convert.planning.base import Plan
-from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice
 from convert.planning.texts import as_options
 from eval.inputs.overlap import WARN_ABOVE
@@ -39,13 +37,13 @@ def provenance_of(
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
     plan, text = job.plan, job.text
-    before, after = plan.kv_bytes_per_token(spec)
+    (before, after), lengths = plan.kv_bytes_per_token(spec), text.blocks.lengths if text else []
     return {
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
         "kind": spec.kind,
         "method": plan.applied_method,
-        "recipe": plan.recipe.as_dict(),
+        "recipe": {plan.target.command: plan.recipe},
         "kv_bytes_per_token": {
             "before": before,
             "after": after,
@@ -53,9 +51,20 @@ def provenance_of(
             **({"context": plan.context} if plan.before.is_cut(plan.context) else {}),
         },
         "calibration_hash": text.tokens.hash if text else None,
-        "calibration": _calibration(text) if text else None,
+        "calibration": {
+            "text": text.tokens.name,
+            "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
+            "tokens": len(text.tokens.ids),
+            "context": lengths[0],
+            "block_lengths": lengths,
+            "max_context": text.calibration.max_context,
+            "retrieval_limit": text.calibration.retrieval_limit,
+        }
+        if text
+        else None,
         **(calibrated.as_dict() if calibrated else {}),
-        **(choice.facts() if plan.target.spec.kv_lora_rank and not plan.target.copies else {}),
+        **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank and not plan.target.copies else {}),
+        **({"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),
@@ -83,22 +92,9 @@ def with_healing(provenance: dict[str, Any], healing: dict[str, Any] | None) -> 
     return provenance | {"healing": course, "tensors": provenance["tensors"] | {"copied": copied, "healed": healed}}
 
 
-def _calibration(text: CalibrationText) -> dict[str, Any]:
-    lengths, longest = text.blocks.lengths, text.calibration.max_context
-    return {
-        "text": text.tokens.name,
-        "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
-        "tokens": len(text.tokens.ids),
-        "context": lengths[0],
-        "block_lengths": lengths,
-        "max_context": longest,
-        "retrieval_limit": text.calibration.retrieval_limit,
-    }
-
-
 def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
     """The fate of every tensor of the source, and the origin of every tensor of the result."""
-    written, infos = manifest.outputs, manifest.reader.infos
+    written, infos = manifest.infos, manifest.reader.infos
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
         source.name: place.name
@@ -128,10 +124,11 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         plan: The plan that was carried out.
         provenance: conversion.json without its `run`.
     """
-    evaluation, recipe = provenance.get("evaluation"), plan.recipe
-    options = {name: value for name, value in recipe.options.items() if name != "model"}
+    evaluation, recipe, method = provenance.get("evaluation"), plan.recipe, plan.target.method
+    summary = f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
+    options = {name: value for name, value in recipe.items() if name != "model"}
     texts = as_options(plan.calibration.texts) if plan.calibration else {}
-    model = recipe.options["model"] if plan.source.repository else plan.source.reference
+    model = recipe["model"] if plan.source.repository else plan.source.reference
     return render(
         "conversion.md.j2",
         provenance["metadata"],
@@ -139,8 +136,8 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
-        summary=_summary(plan.target.method) if provenance["method"] else markdown(str(provenance["notes"][0])),
-        command=command_line(recipe.command, model, options | texts),
+        summary=summary if provenance["method"] else markdown(str(provenance["notes"][0])),
+        command=command_line(plan.target.command, model, options | texts),
         bytes=provenance["kv_bytes_per_token"],
         plan=plan,
         provenance=provenance,
@@ -170,7 +167,11 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
     """How to load and serve a result of these sizes, as conversion.json keeps it and cards say it."""
     own, made = host.name == "its own class", (host, family, spec)
     objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
-    served = [engine for engine, objection in objections.items() if objection is None]
+    remarks = list(host.remarks)
+    for engine in (engine for engine, objection in objections.items() if objection is None):
+        caches = engine.stores(host, spec)
+        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
+        remarks += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
     return {
         "model_type": host.layout(family).model_type,
         "needs_code": bool(host.code),
@@ -184,22 +185,5 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
             }
             for engine, objection in objections.items()
         ],
-        "remarks": [
-            *host.remarks,
-            *_cache_remarks(host, spec, served),
-        ],
+        "remarks": remarks,
     }
-
-
-def _cache_remarks(host: Host, spec: AttentionSpec, engines: list[Engine]) -> list[str]:
-    """In which formats these engines store the result's cache, and with what option."""
-    found = []
-    for engine in engines:
-        caches = engine.stores(host, spec)
-        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
-        found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
-    return found
-
-
-def _summary(method: Method) -> str:
-    return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"

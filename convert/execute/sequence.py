@@ -7,7 +7,7 @@ result so far. Finished layers and the inputs of the next one are on disk, where
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,13 +21,11 @@ from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
+from convert.checkpoint.loading import empty_model
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.execute.layer import Layer, changed, error_of
-from convert.execute.manifest import Unconverted
-from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
-from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice
 from eval.terminal.progress import stage
@@ -47,62 +45,44 @@ def in_sequence(job: Job, text: CalibrationText, choice: Choice, spec: Attention
     """
     shelf = Shelf(job.work.steps, "layer")
     layers = job.plan.before.num_layers
+
+    def get(layer: int) -> Layer:
+        return Layer(*shelf.get(layer))
+
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
-        return partial(_get, shelf)
-    pair = _Pair.of(job, text, choice, spec)
+        return get
+    pair = _Pair(job, text, choice, spec)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
             if shelf.has(layer):
-                converted = _get(shelf, layer)
+                converted = get(layer)
                 pair.teacher.advance(layer)
             else:
-                converted = _converted(job, pair, choice, layer)
+                converted = pair.converted(layer)
                 shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
             done(1)
     for stream in (pair.teacher, pair.student):
         stream.discard()
-    return partial(_get, shelf)
+    return get
 
 
-def _get(shelf: Shelf, layer: int) -> Layer:
-    return Layer(*shelf.get(layer))
-
-
-@dataclass(frozen=True)
 class _Pair:
-    """The source and the result, run over the same text.
+    """The source (`teacher`) and the result (`student`), run over the same text. Arguments as of `in_sequence`."""
 
-    Attributes:
-        plan: The plan that is carried out.
-        spec: The sizes of the result.
-        text: The calibration text.
-        layout: The layout of the result's tensors.
-        biased: Whether its output projection has a bias, which may be fitted even if the source's has none.
-        teacher: The source's layers.
-        student: The result's.
-    """
-
-    plan: Plan
-    spec: AttentionSpec
-    text: CalibrationText
-    layout: Family
-    biased: bool
-    teacher: LayerStream
-    student: LayerStream
-
-    @classmethod
-    def of(cls, job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> _Pair:
-        plan, work, layout = job.plan, job.work.steps, job.plan.layout
-        rotary = choice.rotary(plan.rotary) if spec.kv_lora_rank else None
-        config = config_of(plan.target.config(plan.source.raw, plan.family, spec, rotary))
-        source = job.stream(text, plan.source.config, plan.family, job.manifest.reader, work / "teacher")
-        cache = None if plan.rounding is None else rounding_cache(plan.rounding, spec)
-        result = job.stream(text, config, layout, Unconverted(job.manifest), work / "student", cache)
-        return cls(plan, spec, text, layout, layout.of(config).traits.o_bias, source, result)
+    def __init__(self, job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> None:
+        self._job, self._choice, self._spec, self._layout, self._how = job, choice, spec, job.plan.layout, text.calibration
+        plan, steps = job.plan, job.work.steps
+        config = config_of(plan.plain_config(spec, choice.pairs))
+        self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
+        cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, spec)
+        model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on
+        self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
+        made = empty_model(config)
+        self.student = LayerStream(made, self._layout, job.manifest, blocks, steps / "student", device, cache)
 
     def begin(self, missing: int) -> int:
         """The last layer up to `missing` whose inputs exist for both models; else 0, whose inputs are made anew.
@@ -116,36 +96,41 @@ class _Pair:
             stream.embed()
         return 0
 
-    def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
-        """The layer's attention in the result's layout, fp32."""
-        tensors = self.layout.join(record, self.spec, layer)
-        return {name: tensor.float() for name, tensor in tensors.items()}
+    def converted(self, layer: int) -> Layer:
+        """The layer after all steps. The source has then run past it."""
+        job = self._job
+        tensors, source = job.read_layer(layer)
+        observed = self._observed(layer, source)
+        after = changed(job, self._choice, source, layer, observed)
+        error = error_of(source, after, observed.sample if job.shows_attention else None)
+        after, errors = self._fitted(layer, after)
+        return Layer.of(self._layout, self._spec, layer, tensors, after, **error, **errors)
 
-    def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
+    def _observed(self, layer: int, attention: Attention) -> Statistics:
         """Statistics of the inputs of the source's layer."""
-        portable = self.plan.target.host.portable
-        sample = sample_for(self.teacher.width, normed=portable) if self.text.calibration.refit else EXCERPT
-        moments = Moments(layer, self.teacher, attention, sample, shown)
+        portable = self._job.plan.target.host.portable
+        sample = sample_for(self.teacher.width, normed=portable) if self._how.refit else EXCERPT
+        moments = Moments(layer, self.teacher, attention, sample, self._job.shows_attention)
         self.teacher.observe(layer, moments.see)
         return moments.statistics()
 
-    def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
+    def _fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
-        if after.o_bias is None and self.biased:
+        if after.o_bias is None and self._biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-        if self.text.calibration.refit:
+        if self._how.refit:
             after = self._refitted(layer, after)
         else:
             self.teacher.advance(layer)
-        if not self.text.calibration.refine:
+        if not self._how.refine:
             return after, {}
-        write = partial(self.write, layer)
-        return refined(after, write, self.student, self.teacher, layer, self.text.calibration.refine, self.plan.seed)
+        write = partial(self._write, layer)
+        return refined(after, write, self.student, self.teacher, layer, self._how.refine, self._job.plan.seed)
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)
-        weights = self.write(layer, after)
-        lacking = self.plan.family.traits.adds_output
+        weights = self._write(layer, after)
+        lacking = self._job.plan.family.traits.adds_output
         with self.student.opened(layer) as run:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
@@ -155,11 +140,7 @@ class _Pair:
             self.teacher.advance(layer, attended=attended)
         return fit.record()
 
-
-def _converted(job: Job, pair: _Pair, choice: Choice, layer: int) -> Layer:
-    tensors, source = job.read_layer(layer)
-    observed = pair.observed(layer, source, job.shows_attention)
-    after = changed(job, choice, source, layer, observed)
-    error = error_of(source, after, observed.sample if job.shows_attention else None)
-    after, errors = pair.fitted(layer, after)
-    return Layer.of(pair.layout, pair.spec, layer, tensors, after, **error, **errors)
+    def _write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
+        """The layer's attention in the result's layout, fp32."""
+        tensors = self._layout.join(record, self._spec, layer)
+        return {name: tensor.float() for name, tensor in tensors.items()}

@@ -23,11 +23,6 @@ from eval.terminal.progress import Progress, stage
 MakeLayer = Callable[[int], Layer]
 
 
-def unwritten(work: Work, shards: Mapping[str, list[Unit]]) -> int:
-    """The bytes of weight files that are not finished."""
-    return sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
-
-
 def calibration_bytes(job: Job, text: CalibrationText) -> int:
     """Disk space that statistics, samples, the inputs of two layers at a time, and layers converted in sequence still take."""
     plan, method = job.plan, job.plan.target.method

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.describe import course_of
@@ -31,7 +28,7 @@ _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a w
 
 
 def heal_result(
-    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, device: torch.device, progress: Progress, opened: Opened
+    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, progress: Progress, opened: Opened
 ) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
@@ -43,7 +40,6 @@ def heal_result(
         work: Its work directory.
         text: The calibration text.
         unseen: Blocks of such text that nothing was fitted to, to judge by; None to judge by some of the calibration text.
-        device: Where it trains.
         progress: Called with the progress of each stage.
         opened: Loads the models. The result in it has the healed weights then.
 
@@ -77,8 +73,8 @@ def heal_result(
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            healing = _planned(plan, work, tokens, count, device)
-            blocks = TrainingText.of([calibrated], context, healing.tokens, healing.batch, judged, healing.retrieval_limit)
+            healing = _planned(plan, work, tokens, count)
+            blocks = TrainingText.of(healing, [calibrated], judged)
             return _trained(healing, work, blocks, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
@@ -90,15 +86,14 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     return replace(text, ids=rows[:, : context // part * part].flatten())
 
 
-def _planned(plan: Plan, work: Work, tokens: int, blocks: int, device: torch.device) -> HealPlan:
+def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
     assert plan.calibration is not None
     result = plan.source.beside(work.path, "the result")
     context = plan.calibration.heal_context
     options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    healing = plan_heal(result, plan.source, options, plan.output, str(device), plan.seed)
-    if healing.batch > blocks // _LEAST_BLOCKS:
-        options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
-        healing = replace(healing, options=options)
+    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
+    options = replace(options, batch_tokens=min(healing.batch, blocks // _LEAST_BLOCKS) * context)
+    healing = replace(healing, options=options)
     every = -(-healing.steps // _POINTS) * healing.batch * context
     return replace(healing, options=replace(options, eval_every=every))
 
@@ -110,26 +105,18 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    outcome, where = train(plan, text, reader, work.training, progress, opened)
+    outcome = train(plan, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
-        for file, hash_ in write_files(work.path, reader, outcome.weights, where, progress):
+        for file, hash_ in write_files(work.path, reader, outcome.weights, progress):
             work.note(file, work.done(file), hash_)
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:
-            _adopt(student, Reader(work.path), where)
+            for parameter in student.requires_grad_(False).parameters():  # it has the weights that were written
+                parameter.grad = None
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
-    course = {**course_of(plan, text, outcome), "tensors": sorted(where) if outcome.weights else []}
+    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}
     work.remember(_COURSE, {"files": files, "course": course})
     return course
-
-
-@torch.no_grad()
-def _adopt(student: Any, written: Reader, where: Mapping[str, str]) -> None:
-    """Give the student the weights that were written, and no gradients any more: others read it as the result."""
-    for tensor, parameter in where.items():
-        student.get_parameter(parameter).copy_(written[tensor])
-    for parameter in student.requires_grad_(False).parameters():
-        parameter.grad = None

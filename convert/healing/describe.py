@@ -17,8 +17,7 @@ from convert.healing.costs import held
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
 from convert.output.card import command_line, inherited_licence, metadata_of, render, stated_loading, stated_metadata
-from convert.output.destination import read_provenance
-from convert.output.provenance import versions
+from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
 from eval.report.sections import loss_text
 
@@ -41,43 +40,72 @@ class PlannedHealing:
 
     Attributes:
         plan: Every number decided.
-        passes: How often the steps will go over the text.
+        passes: How often the steps go over the text.
     """
 
     plan: HealPlan
     passes: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's facts: numbers stay numbers."""
-        return _facts(self.plan, self.passes)
-
-    def __str__(self) -> str:
-        parts = {name: size / 1e9 for name, size in held(self.plan).items()}
-        listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
-        return "\n".join([*_lines(self.plan, self.passes), f"memory: {sum(parts.values()):.2f} GB ({listed}), and activations"])
-
-
-@dataclass(frozen=True)
-class Healing:
-    """A healing that was done.
-
-    Attributes:
-        plan: Every number decided.
-        provenance: The content of conversion.json.
-    """
-
-    plan: HealPlan
-    provenance: dict[str, Any]
 
     @property
     def output(self) -> Path:
         """The checkpoint's directory."""
         return self.plan.output.path
 
-    @property
-    def passes(self) -> float:
-        """How often the steps went over the text."""
-        return float(self.provenance["healing"]["passes"])
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts: numbers stay numbers."""
+        plan, o = self.plan, self.plan.options
+        return {
+            "command": "heal",
+            "converted": plan.converted.reference,
+            "teacher": plan.teacher.reference,
+            "kind": plan.spec.kind,
+            "tokens": plan.tokens,
+            "passes": self.passes,
+            "context": plan.context,
+            "batch_tokens": plan.batch * plan.context,
+            "micro_batch_tokens": plan.micro_batch * plan.context,
+            "steps": plan.steps,
+            "eval_every": plan.every * plan.batch * plan.context,
+            "lr": o.lr,
+            "trial_steps": plan.trial_steps,
+            "train": o.train,
+            "lora_rank": plan.lora_rank,
+            "checkpointing": o.checkpointing,
+            "memory_bytes": held(plan),
+            "output": str(plan.output.path),
+        }
+
+    def __str__(self) -> str:
+        parts = {name: size / 1e9 for name, size in held(self.plan).items()}
+        listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
+        return "\n".join([*self._lines(), f"memory: {sum(parts.values()):.2f} GB ({listed}), and activations"])
+
+    def _lines(self) -> list[str]:
+        plan, passes, o = self.plan, self.passes, self.plan.options
+        rate = (
+            f"learning rate {o.lr:g}"
+            if o.lr
+            else "learning rate by the width and the loss: the steps are too few to try others"
+        )
+        if plan.trial_steps:
+            rate = f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
+        again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
+        return [
+            f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher",
+            f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
+            f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; {rate}",
+        ]
+
+
+@dataclass(frozen=True)
+class Healing(PlannedHealing):
+    """A healing that was done.
+
+    Attributes:
+        provenance: The content of conversion.json.
+    """
+
+    provenance: dict[str, Any]
 
     @property
     def curve(self) -> list[dict[str, Any]]:
@@ -91,7 +119,7 @@ class Healing:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's facts, and the provenance."""
-        return _facts(self.plan, self.passes) | {"conversion": self.provenance}
+        return super().as_dict() | {"conversion": self.provenance}
 
     def __str__(self) -> str:
         found = self.provenance["healing"]
@@ -109,52 +137,13 @@ class Healing:
                 f"source {source['perplexity']:.4g}, "
                 + ", ".join(f"{one['name']} {one['perplexity']:.4g} at {loss_text(one['loss_nats'])}" for one in others)
             )
-        return "\n".join([*_lines(self.plan, self.passes), *lines, f"written to {self.output}"])
-
-
-def _facts(plan: HealPlan, passes: float) -> dict[str, Any]:
-    o = plan.options
-    return {
-        "command": "heal",
-        "converted": plan.converted.reference,
-        "teacher": plan.teacher.reference,
-        "kind": plan.spec.kind,
-        "tokens": plan.tokens,
-        "passes": passes,
-        "context": plan.context,
-        "batch_tokens": plan.batch * plan.context,
-        "micro_batch_tokens": plan.micro_batch * plan.context,
-        "steps": plan.steps,
-        "eval_every": plan.every * plan.batch * plan.context,
-        "lr": o.lr,
-        "trial_steps": plan.trial_steps,
-        "train": o.train,
-        "lora_rank": plan.lora_rank,
-        "checkpointing": o.checkpointing,
-        "memory_bytes": held(plan),
-        "output": str(plan.output.path),
-    }
-
-
-def _lines(plan: HealPlan, passes: float) -> list[str]:
-    o = plan.options
-    rate = f"learning rate {o.lr:g}" if o.lr else "learning rate by the width and the loss: the steps are too few to try others"
-    if plan.trial_steps:
-        rate = f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
-    again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
-    return [
-        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher",
-        f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
-        f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; {rate}",
-    ]
+        return "\n".join([*self._lines(), *lines, f"written to {self.output}"])
 
 
 # ---- conversion.json and README.md --------------------------------------------------------------------------------------
 
 
-def provenance_of(
-    plan: HealPlan, texts: list[dict[str, Any]], text: TrainingText, outcome: Outcome, healed: list[str]
-) -> dict[str, Any]:
+def provenance_of(plan: HealPlan, texts: list[dict[str, Any]], text: TrainingText, outcome: Outcome) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
     Args:
@@ -162,7 +151,6 @@ def provenance_of(
         texts: What there is to say of each text.
         text: All of them, as they were trained on.
         outcome: What it came to.
-        healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
     before, source, context = read_provenance(plan.converted.files), plan.teacher, plan.teacher.longest_context
     conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if before.get(key) is not None}
@@ -186,7 +174,7 @@ def provenance_of(
             **course_of(plan, text, outcome),
         },
         "conversion": conversion,
-        "tensors": {"healed": healed},
+        "tensors": {"healed": sorted(outcome.weights)},
         "versions": versions(),
     }
 

@@ -6,8 +6,8 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Adapted, Trainable, compute_layers_again, trained
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
-from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
@@ -103,7 +102,7 @@ class Outcome:
     Attributes:
         progressed: The rate and the curve.
         after: The point of the weights as they are written.
-        weights: These, by name; empty if those of the converted checkpoint stay.
+        weights: These, by their names in the checkpoint; empty if those of the converted one stay.
     """
 
     progressed: Progressed
@@ -113,7 +112,7 @@ class Outcome:
 
 def train(
     plan: HealPlan, text: TrainingText, reader: Reader, checkpoints: Path, progress: Progress, opening: Opening = load
-) -> tuple[Outcome, dict[str, str]]:
+) -> Outcome:
     """Train the student, from its last checkpoint on. Every process calls this.
 
     Args:
@@ -124,25 +123,20 @@ def train(
         progress: Called with the tokens seen.
         opening: Loads the models.
 
-    Returns:
-        The outcome, and the trained parameter that each tensor to write holds.
-
     Raises:
         Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
-    with distillation_of(plan, opening) as (module, what, names):
-        where = held_parameters(plan.model, reader, names)
-        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+    with distillation_of(plan, opening) as (module, what):
         trainer = HealingTrainer(plan, text, module, what, checkpoints)
-        outcome, accelerator = _healed(plan, trainer, stored, progress), trainer.accelerator
+        outcome, accelerator = _healed(plan, trainer, reader, progress), trainer.accelerator
         del trainer
         accelerator.free_memory()
-    return outcome, where
+    return outcome
 
 
 @contextlib.contextmanager
-def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable, list[str]]]:
-    """Both models in memory with the loss, what trains of the student, and the class's names of that.
+def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[Distillation, Trainable]]:
+    """Both models in memory with the loss, and what trains of the student.
 
     The student is in fp32, and only what trains has gradients: these parameters, or LoRA beside them. The teacher is the source
     itself.
@@ -157,11 +151,11 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
-        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what, names
+        yield Distillation(student, teacher, plan.converted.vocabulary, cache, computes_in(plan)), what
 
 
-def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.dtype], progress: Progress) -> Outcome:
-    """Choose a learning rate, and train until the steps are done or gain nothing any more. `stored`: dtypes on disk."""
+def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: Progress) -> Outcome:
+    """Choose a learning rate, and train until the steps are done or gain nothing any more."""
     checkpoint, progressed = _last(trainer)
     if progressed is None:
         start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
@@ -181,14 +175,15 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, stored: Mapping[str, torch.
     if progressed.step < plan.steps:
         stopped = f"stopped after step {progressed.step} of {plan.steps}"
         _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
-    return _outcome(trainer, progressed, stored)
+    return _outcome(trainer, progressed, reader)
 
 
-def _outcome(trainer: HealingTrainer, progressed: Progressed, stored: Mapping[str, torch.dtype]) -> Outcome:
+def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) -> Outcome:
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
-        rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(best.step).items()}
+        written, of = trainer.written(best.step), trainer.plan.tensors
+        rounded = {name: written[of[name]].to(reader.infos[name].dtype) for name in of if of[name] in written}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
                 kind = str(weight.dtype).removeprefix("torch.")
@@ -196,7 +191,7 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, stored: Mapping[st
                     f"{name} overflows in {kind}, in which the converted checkpoint is stored",
                     hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
-        trainer.put({name: weight.float() for name, weight in rounded.items()})
+        trainer.put({of[name]: weight.float() for name, weight in rounded.items()})
         kl, loss_nats = trainer.measure()
         if kl < start.kl:
             return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded)
@@ -219,8 +214,9 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
         rate = rates.pop(0)
         tried[rate] = _tried(plan, trainer, rate, progress)
         trainer.restore(weights)
-        if not rates and len(tried) < plan.most_rates and (further := _beyond(tried)):
-            rates = [further]
+        if not rates and len(tried) < plan.most_rates:  # nothing more, where others lie around the best
+            beyond = {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}
+            rates = [further for edge, further in beyond.items() if edge == _largest(tried)]
     best = _largest(tried)
     if best is None:
         listed = ", ".join(f"{rate:.1e}" for rate in tried)
@@ -244,12 +240,6 @@ def _tried(plan: HealPlan, trainer: HealingTrainer, rate: float, progress: Progr
         return math.inf
 
 
-def _beyond(tried: dict[float, float]) -> float | None:
-    """The rate to try next: beyond the best one, if that is the largest or the smallest; None where others lie around it."""
-    best = _largest(tried)
-    return {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}.get(best) if best else None
-
-
 def _largest(tried: dict[float, float]) -> float | None:
     """The largest rate that is about as good as the best: what a short trial finds best is too small for a long training."""
     least = min(tried.values())
@@ -266,24 +256,20 @@ class _Course(TrainerCallback):  # type: ignore[misc]
     plan: HealPlan
     trainer: HealingTrainer
     progressed: Progressed
-    losses: list[float] = field(default_factory=list)  # since the last point
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         at_point = state.global_step % self.plan.every == 0 or state.global_step == self.plan.steps
         control.should_evaluate = control.should_save = at_point
         control.should_log = at_point or self.plan.options.track is not None
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **named: Any) -> None:
-        self.losses += [logs["loss"]] if "loss" in logs else []
-
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **named: Any
     ) -> None:
-        step, loss = state.global_step, sum(self.losses) / len(self.losses)
+        step, logged = state.global_step, [one for one in state.log_history if one["step"] > self.progressed.step]
+        losses = [one["loss"] for one in logged if "loss" in one]
         rate, tokens = self.progressed.rate * share(step - 1, self.plan.steps), step * self.plan.batch * self.plan.context
-        point = Point(step, tokens, rate, loss, metrics["eval_kl"], metrics["eval_loss_nats"])
+        point = Point(step, tokens, rate, sum(losses) / len(losses), metrics["eval_kl"], metrics["eval_loss_nats"])
         self.progressed.curve.append(_point(self.trainer, point))
-        self.losses.clear()
         control.should_training_stop |= self.progressed.is_stale
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class HealPlan:
         retrieval_limit: Positions of blocks that retrieve stay below it: all that the result is for, where they can skip.
         model: The converted model without weights: its parameters are on the meta device.
         names: The parameters to train, with those few of which nothing may change.
+        tensors: That one of these which each tensor of the checkpoint holds, from `held_parameters`.
     """
 
     converted: Source
@@ -94,6 +96,7 @@ class HealPlan:
     retrieval_limit: int
     model: Any = field(repr=False, compare=False)
     names: tuple[str, ...] = field(repr=False)
+    tensors: dict[str, str] = field(repr=False)
 
     @property
     def batch(self) -> int:
@@ -198,7 +201,8 @@ def plan_heal(
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     if options.train == "lora":
-        _require_peft()
+        if find_spec("peft") is None:
+            raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'")
     elif options.lora_rank is not None:
         raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
     family = convertible(converted)
@@ -218,14 +222,21 @@ def plan_heal(
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
     spec, model = family.spec, empty_model(converted.config)
     names = named(model, family, spec.num_layers, options.train)
-    held_parameters(model, Reader(converted.files), names)
+    held = held_parameters(model, Reader(converted.files), names)
     tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     before = converted.calibrated
     limit = before.positions if before else source.max_positions
     within = max(limit or 0, context) if family.skips else context
-    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names)
-    _check_rounding(plan)
+    plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names, held)
+    spec.bytes_per_token(cache)  # refuses what the format does not take
+    if plan.rounding is not None:
+        require_cache(model, plan.rounding)
+        if options.checkpointing:
+            raise Refusal(
+                f"--checkpointing computes layers again without a cache, and the result is for one in {cache}",
+                hint="leave out --checkpointing, or give --cache-dtype " + converted.dtype,
+            )
     return plan
 
 
@@ -234,19 +245,6 @@ def named(model: Any, family: Family, layers: int, part: str) -> tuple[str, ...]
     norms = [norm.name for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
     inside = tuple(f"{module}." for module in (*map(family.module, range(layers)), *norms))
     return tuple(name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside))
-
-
-def _check_rounding(plan: HealPlan) -> None:
-    """Refuse a format that the cache cannot have, or that training cannot round to."""
-    plan.spec.bytes_per_token(plan.cache_dtype)
-    if plan.rounding is None:
-        return
-    require_cache(plan.model, plan.rounding)
-    if plan.options.checkpointing:
-        raise Refusal(
-            f"--checkpointing computes layers again without a cache, and the result is for one in {plan.cache_dtype}",
-            hint="leave out --checkpointing, or give --cache-dtype " + plan.converted.dtype,
-        )
 
 
 def _require_tracker(name: str) -> None:
@@ -259,13 +257,6 @@ def _require_tracker(name: str) -> None:
         raise Refusal(f"transformers knows no tracker {name!r}", hint=f"choose one of {known}")
     if name not in get_available_reporting_integrations():
         raise Refusal(f"the package of the tracker {name} is not installed", hint=f"pip install {name}")
-
-
-def _require_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'") from None
 
 
 def _named_teacher(converted: Source) -> str:

@@ -13,9 +13,8 @@ from convert.healing.team import agreed, computes_in, join
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files
 from convert.launch import is_first
-from convert.output.destination import without_text
+from convert.output.destination import versions, without_text
 from convert.output.evaluation import evaluated
-from convert.output.provenance import versions
 from convert.output.writing import Work, writing
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import Reader
@@ -47,8 +46,12 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         KvfoldError: As of `convert.output.writing.writing`.
     """
     join(plan)
-    if not is_first():
-        return _follow(plan)
+    provenance = _lead(plan, evaluate_on, progress) if is_first() else _follow(plan)
+    return Healing(plan, float(provenance["healing"]["passes"]), provenance)
+
+
+def _lead(plan: HealPlan, evaluate_on: Text | None, progress: Progress) -> dict[str, Any]:
+    """The part of the first process."""
     settings, models = EvaluationSettings(contexts=(plan.context,), device=plan.device), [plan.teacher, plan.converted]
     held_out = prepare(models, evaluate_on, settings)[1] if evaluate_on else None
     texts = TrainingTexts.read(plan)
@@ -63,7 +66,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
                 named = {"source": plan.teacher, "converted": plan.converted}
                 provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
             work.complete(provenance, card(plan, provenance))
-    return Healing(plan, agreed(work.provenance))
+    return dict(agreed(work.provenance))
 
 
 def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
@@ -96,20 +99,18 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY):
         agreed(work.training)
         try:
-            outcome, where = train(plan, text, reader, work.training, progress)
+            outcome = train(plan, text, reader, work.training, progress)
         finally:
             if any(work.training.iterdir()):
                 work.keep()
-    for _ in write_files(work.path, reader, outcome.weights, where, progress):
-        pass
+    dict(write_files(work.path, reader, outcome.weights, progress))
     calibrated = write_beside(work.path, plan.converted, plan.context if outcome.weights else 0)
-    healed = sorted(where) if outcome.weights else []
-    return provenance_of(plan, texts.facts, text, outcome, healed) | (calibrated.as_dict() if calibrated else {})
+    return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})
 
 
-def _follow(plan: HealPlan) -> Healing:
+def _follow(plan: HealPlan) -> dict[str, Any]:
     """The part of the other processes: the first one says where checkpoints are, or None if there is nothing to train."""
     texts = TrainingTexts.read(plan)
     if checkpoints := agreed(None):
         train(plan, texts.written_by_first(), Reader(plan.converted.files), checkpoints, silent)
-    return Healing(plan, agreed(None))
+    return dict(agreed(None))

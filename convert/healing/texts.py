@@ -59,32 +59,21 @@ class TrainingText:
     positions: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        texts: Sequence[Tokens],
-        context: int,
-        wanted: int,
-        batch: int,
-        judged: Tokens | None = None,
-        retrieval_limit: int | None = None,
-    ) -> TrainingText:
-        """Cut texts into blocks.
+    def of(cls, plan: HealPlan, texts: Sequence[Tokens], judged: Tokens | None = None) -> TrainingText:
+        """Cut texts into blocks, of which every other one retrieves (`convert.planning.retrieval`).
 
         Args:
+            plan: Of the healing; the tokens of the whole training decide how many are held out.
             texts: The texts.
-            context: Tokens per block.
-            wanted: Tokens of the whole training; they decide how many are held out.
-            batch: Blocks per step.
             judged: A text to judge by, so that of the others no block is held out.
-            retrieval_limit: Every other block retrieves, below that position (`convert.planning.retrieval`); None for no block.
 
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
         """
-        parts, aside, start = list[torch.Tensor](), list[torch.Tensor](), 0
+        parts, aside, start, context = list[torch.Tensor](), list[torch.Tensor](), 0, plan.context
         for tokens in texts:
             count = len(tokens.ids) // context
-            spared = min(count, held_out(count, context, wanted // len(texts))) if judged is None else 0
+            spared = min(count, held_out(count, context, plan.tokens // len(texts))) if judged is None else 0
             trains = torch.ones(count, dtype=torch.bool)
             trains[evenly_spread(spared, count)] = False
             parts.append(start + trains.nonzero().flatten())
@@ -95,10 +84,10 @@ class TrainingText:
                     f"{tokens.name} has {count} blocks of {context} tokens, too few to hold one out and train on others",
                     hint="give a longer text, or a shorter --context",
                 )
-        if (left := sum(map(len, parts))) < batch:
+        if (left := sum(map(len, parts))) < plan.batch:
             names = " and ".join(tokens.name for tokens in texts)
             raise Failure(
-                f"{names} has {start} blocks of {context} tokens; a step takes {batch}, beside {start - left} held out",
+                f"{names} has {start} blocks of {context} tokens; a step takes {plan.batch}, beside {start - left} held out",
                 hint="give a longer text, a smaller --batch-tokens or a shorter --context",
             )
         text = joined(texts if len(texts) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in texts])
@@ -106,11 +95,9 @@ class TrainingText:
         if judged is not None:
             aside = [start + torch.arange(len(judged.ids) // context)]
             blocks = torch.cat((blocks, judged.blocks(context)))
-        positions = torch.arange(context).repeat(len(blocks), 1)
-        if retrieval_limit is not None:
-            others = torch.cat([indices[1::2] for indices in (*parts, *aside)])
-            blocks = blocks.clone()
-            blocks[others], positions[others] = retrieving(blocks[others], retrieval_limit)
+        positions, others = torch.arange(context).repeat(len(blocks), 1), torch.cat([part[1::2] for part in (*parts, *aside)])
+        blocks = blocks.clone()
+        blocks[others], positions[others] = retrieving(blocks[others], plan.retrieval_limit)
         return cls(text, blocks, tuple(parts), torch.cat(aside), positions)
 
     def order(self, count: int, seed: int) -> torch.Tensor:
@@ -178,8 +165,12 @@ class TrainingTexts:
 
     @property
     def rows_to_write(self) -> int:
-        """How many blocks the teacher writes."""
-        return _rows(self.plan) if any(part is None for _, part in self.parts) else 0
+        """How many blocks the teacher writes: those that its part of the training takes, and those to judge by."""
+        if all(part for _, part in self.parts):
+            return 0
+        plan, tokens = self.plan, min(_MOST_WRITTEN, self.plan.tokens // len(self.parts))
+        train = max(plan.batch, tokens // plan.context)
+        return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 
     @property
     def known(self) -> TrainingText:
@@ -213,21 +204,7 @@ class TrainingTexts:
         return self._with_own(written_before(self.plan.teacher, file, rows, self.plan.context))
 
     def _with_own(self, written: torch.Tensor) -> TrainingText:
-        parts = [part or _own(written) for _, part in self.parts]
-        plan = self.plan
-        return TrainingText.of(parts, plan.context, plan.tokens, plan.batch, retrieval_limit=plan.retrieval_limit)
-
-
-def _rows(plan: HealPlan) -> int:
-    """Blocks of what the teacher writes: those that its part of the training takes, and those to judge by."""
-    tokens = min(_MOST_WRITTEN, _wanted(plan))
-    train = max(plan.batch, tokens // plan.context)
-    return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
-
-
-def _wanted(plan: HealPlan) -> int:
-    """Tokens of the training that fall on each text."""
-    return plan.tokens // len(plan.options.texts)
+        return TrainingText.of(self.plan, [part or _own(written) for _, part in self.parts])
 
 
 def _own(written: torch.Tensor) -> Tokens:
@@ -239,12 +216,8 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
         if text.written is None:
             return None
         return _own(written_before(plan.teacher, text.written, None, plan.context))
-    return _encoded(plan, text.read().all_over(max(_ENOUGH, _wanted(plan))))
-
-
-def _encoded(plan: HealPlan, text: Text) -> Tokens:
-    tokens = tokens_of(plan.converted, text)
-    start = Text(text.name, text.text[:_START])
+    read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
+    tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(
             f"the tokenizers of {plan.converted.reference} and {plan.teacher.reference} make other tokens of the same text",

@@ -48,7 +48,7 @@ def within(plan: HealPlan, seconds: float, progress: Progress) -> HealPlan:
     shortest = plan = replace(plan, asked=1)  # one step
     texts = TrainingTexts.read(plan)
     room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
-    with room, distillation_of(plan) as (module, *_), stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
+    with room, distillation_of(plan) as (module, _), stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
         for _ in range(_ROUNDS):
             training, measuring = _paces(plan, module)
             taken = _seconds(plan, texts, training, measuring)

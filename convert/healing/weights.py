@@ -48,15 +48,14 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
 
 
 def write_files(
-    directory: Path, reader: Reader, trained: Mapping[str, torch.Tensor], where: Mapping[str, str], progress: Progress
+    directory: Path, reader: Reader, healed: Mapping[str, torch.Tensor], progress: Progress
 ) -> Iterator[tuple[str, str]]:
     """Write weight files one by one: their names and checksums.
 
     Args:
         directory: Where to. It may be the reader's own: a file is replaced when the new one is complete.
         reader: Reads the converted checkpoint's tensors.
-        trained: The trained parameters by name; empty to copy everything.
-        where: From `held_parameters`.
+        healed: The new tensors by name; empty to copy everything.
         progress: Called with the bytes written.
 
     Raises:
@@ -68,7 +67,7 @@ def write_files(
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
-            tensors = {name: trained[where[name]] if where.get(name) in trained else reader[name] for name in names}
+            tensors = {name: healed[name] if name in healed else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 

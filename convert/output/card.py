@@ -104,12 +104,10 @@ def command_line(command: str, model: str, options: Mapping[str, Any]) -> str:
     shown = dict(options)
     if shown.pop("strings", None):
         shown["text"] = "TEXT"  # a program's strings are not in a file
-    flags = [flag for name, value in shown.items() for flag in _flags(name.replace("_", "-"), value)]
+    flags = list[str]()
+    for name, value in ((name.replace("_", "-"), value) for name, value in shown.items()):
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [part for one in (value if isinstance(value, list) else [value]) for part in (f"--{name}", str(one))]
     return shell_line(["convert", command, f"./{model}" if model.startswith("-") else model, "OUTPUT", *flags])
-
-
-def _flags(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    values = value if isinstance(value, list) else [value]
-    return [part for one in values for part in (f"--{name}", str(one))]

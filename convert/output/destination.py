@@ -1,13 +1,15 @@
-"""The destination of an output: where it may be written, and what is there already.
+"""The destination of an output: where it may be written, and what is there already; conversion.json.
 
 A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is renamed to OUTPUT when it is complete.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +48,14 @@ def partial_path(output: Path) -> Path:
     return whole.with_name(whole.name + ".partial")
 
 
-def check_output(output: Path, source: Path | None, overwrite: bool, resume: bool) -> None:
+def check_output(given: Output, source: Path | None) -> None:
     """Refuse an OUTPUT that may not be written.
 
     Args:
-        output: As the user gave it.
+        given: As the user gave it. To resume, a finished conversion at OUTPUT passes, too: `Work` finds out which one it is.
         source: The source's directory, if it is local.
-        overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes, too: `Work` finds out
-            which one it is.
     """
+    output, overwrite, resume = given.path, given.overwrite, given.resume
     _require_destination(output)
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():
@@ -91,8 +91,9 @@ def _require_destination(output: Path) -> None:
         )
     if os.path.ismount(output):
         raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
-    if not output.resolve().name or not _is_unicode(output):
-        raise Refusal(f"OUTPUT {str(output)!r} is not a name for a directory", hint="choose another")
+    whole = str(output)
+    if not output.resolve().name or whole.encode(errors="ignore").decode() != whole:  # safetensors needs valid Unicode
+        raise Refusal(f"OUTPUT {whole!r} is not a name for a directory", hint="choose another")
 
 
 def _is_ours(partial: Path) -> bool:
@@ -116,10 +117,11 @@ def read_provenance(output: Path) -> dict[str, Any]:
     return read_object(output / _PROVENANCE) or {}
 
 
-def _is_unicode(path: Path) -> bool:
-    """Whether the path is valid Unicode, as safetensors needs."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
+    """Write conversion.json into a checkpoint's directory."""
+    (path / _PROVENANCE).write_text(json.dumps(provenance, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The versions of this package and of those whose arithmetic affects the result."""
+    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}

@@ -10,7 +10,7 @@ from typing import Any
 from attention.errors import Failure, Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
-from convert.output.provenance import write_provenance
+from convert.output.destination import write_provenance
 from convert.output.writing import Work
 from eval.inputs.loading import load
 from eval.inputs.source import Source

@@ -45,8 +45,11 @@ def exclusive(output: Path) -> Iterator[None]:
 
     def sign(descriptor: int) -> None:
         held.append(descriptor)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:500] if sys.argv else ""
+        holder = f"process {os.getpid()} on {platform.node()}, since {since}{command and f' ({command})'}"
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, _line().encode())
+        os.write(descriptor, f"{_MARK}{holder}\n".encode())
 
     # A soft lock would outlive a killed run. preserve_lock_file: it is removed below.
     try:
@@ -82,13 +85,6 @@ def _require_ours(path: Path) -> None:
         found = _read(path).strip("\0 \n")  # a power failure may leave zeros
         if found and not found.startswith(_MARK):
             raise Failure(f"{path} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
-
-
-def _line() -> str:
-    """Names this process."""
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:500] if sys.argv else ""
-    return f"{_MARK}process {os.getpid()} on {platform.node()}, since {since}{command and f' ({command})'}\n"
 
 
 def _read(path: Path) -> str:

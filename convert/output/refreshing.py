@@ -25,23 +25,17 @@ def refresh(output: Path) -> dict[str, Any]:
     _require_ours(output)
     with exclusive(output):
         _require_ours(output)  # again, now that no other run writes
+        ours, there = code_version(CODE[0]), {file: output / file.name for file in CODE}
         try:
-            return {"output": str(output), "code_version": code_version(CODE[0]), "renewed": _renewed(output)}
+            before = {file: code_version(found) if found.is_file() else 0 for file, found in there.items()}
+            if (newest := max(before.values())) > ours:
+                raise Refusal(f"the code in {output} has version {newest}, newer than kvfold's {ours}", hint="update kvfold")
+            other = [file for file, found in there.items() if not found.is_file() or found.read_bytes() != file.read_bytes()]
+            if other:
+                copy_code(output, CODE)
+            return {"output": str(output), "code_version": ours, "renewed": {file.name: before[file] for file in other}}
         except OSError as error:
             raise Failure(f"cannot renew the code in {output}: {error}", hint="mend that, then run it again") from None
-
-
-def _renewed(output: Path) -> dict[str, int]:
-    """Replace the files; the version before of each that was another."""
-    there = {file: output / file.name for file in CODE}
-    before = {file: code_version(found) if found.is_file() else 0 for file, found in there.items()}
-    ours, newest = code_version(CODE[0]), max(before.values())
-    if newest > ours:
-        raise Refusal(f"the code in {output} has version {newest}, newer than kvfold's {ours}", hint="update kvfold")
-    other = [file for file, found in there.items() if not found.is_file() or found.read_bytes() != file.read_bytes()]
-    if other:
-        copy_code(output, CODE)
-    return {file.name: before[file] for file in other}
 
 
 def _require_ours(output: Path) -> None:

@@ -19,15 +19,17 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance
+from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance, write_provenance
 from convert.output.lock import exclusive
-from convert.output.provenance import Clock, write_card, write_provenance
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 from eval.inputs.source import Source
@@ -60,7 +62,7 @@ def writing(
     with exclusive(output.path), explained(noun, output.path):
         require_unchanged = watched(models)
         for model in models:  # again, now that no other run writes
-            check_output(output.path, model.directory, output.overwrite, output.resume)
+            check_output(output, model.directory)
         work = Work(noun, output, models, inputs, optional or {})
         if work.provenance:
             _log.warning("%s is finished already, there is nothing to do", output.path)
@@ -139,7 +141,7 @@ class Work:
         self.noun, self._given, self._output = noun, output, output.path.resolve()  # now: what appears later may be a link
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
         self._digest = hashlib.sha256(json.dumps([self._inputs, dict(optional)], sort_keys=True).encode()).hexdigest()
-        self._clock, self._models = Clock(), models
+        self._models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
         self._root = partial_path(output.path)
         self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
         self._replaceable: dict[str, tuple[int, int, int]] = {}
@@ -267,13 +269,20 @@ class Work:
             provenance: conversion.json, without its entry `run`, which differs between runs of the same inputs.
             card: The text of README.md.
         """
-        write_card(self.path, card)
+        (self.path / "README.md").write_text(card, encoding="utf-8")
         files = {
             ("" if model is self._models[-1] else "teacher/") + name: stat
             for model in self._models
             for name, stat in model.fingerprint.items()
         }
-        run = self._clock.run(self._given.path, files) | {"inputs": self._digest}
+        run = {
+            "output": str(self._given.path),
+            "source_files": files,
+            "started": self._started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self._began, 3),
+            "machine": platform.node(),
+            "inputs": self._digest,
+        }
         self.provenance = {**provenance, "run": run}
         write_provenance(self.path, self.provenance)
         return self.provenance
@@ -310,12 +319,11 @@ class Work:
 
 def _changes(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The inputs that differ, in words."""
-    changed = sorted(key for key in {*begun, *now} if begun.get(key) != now.get(key))
-    return "; ".join(f"{key}: {_short(begun.get(key))} then, {_short(now.get(key))} now" for key in changed)
-
-
-def _short(value: Any) -> str:
-    return "others" if isinstance(value, dict) else str(value)
+    said = []
+    for key in sorted(key for key in {*begun, *now} if begun.get(key) != now.get(key)):
+        then, later = ("others" if isinstance(one.get(key), dict) else one.get(key) for one in (begun, now))
+        said.append(f"{key}: {then} then, {later} now")
+    return "; ".join(said)
 
 
 def _content(path: Path) -> dict[str, tuple[int, int, int]]:

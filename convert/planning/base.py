@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import Calibrated
 from attention.errors import Refusal
-from attention.formats import rounding_of
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
-from convert.output.destination import without_text
-from convert.output.provenance import Recipe, versions
+from convert.output.destination import versions, without_text
 from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
+from convert.planning.texts import as_options
 from eval.machine.device import compute_device, rough
 
 if TYPE_CHECKING:
-    from attention.formats import Format
+    import torch
+
     from attention.rope import Rotary
     from convert.families import Family
     from convert.output.destination import Output
@@ -39,7 +39,7 @@ class Request:
     Attributes:
         source: The checkpoint to convert.
         output: Where the result goes.
-        calibration: The options for calibration text.
+        text: The options for calibration text.
         device: Where layers run and are changed, as on the command line.
         seed: For what the model writes, and the order in which refinement takes blocks of text.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
@@ -49,7 +49,7 @@ class Request:
 
     source: Source
     output: Output
-    calibration: CalibrationOptions
+    text: CalibrationOptions
     device: str = "auto"
     seed: int = 0
     accepts_any_loss: bool = False
@@ -57,12 +57,11 @@ class Request:
     checks: bool = True
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A validated conversion, as data.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Request):
+    """A validated conversion, as data: a request, and what follows from it. A copy is not compared with its source.
 
     Attributes:
-        request: What the user asks for.
         family: The family that reads the source's attention.
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
@@ -71,11 +70,10 @@ class Plan:
         text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
-    request: Request
     family: Family
     target: Target
     calibration: Calibration | None
-    runs_on: str
+    runs_on: torch.device
     location: str
     text_given: bool
 
@@ -97,26 +95,12 @@ class Plan:
         used = None if target.copies or text is None else with_room(text, request.source.config, device)
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
-        runs_on = "cpu" if pools and request.device == "auto" else str(device)
-        plan = cls(request, family, target, used, runs_on, location_of(request.source), text is not None)
+        runs_on = compute_device("cpu") if pools and request.device == "auto" else device
+        given = vars(request) | {"checks": request.checks and not target.copies, "location": location_of(request.source)}
+        plan = cls(**given, family=family, target=target, calibration=used, runs_on=runs_on, text_given=text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
             raise _nothing_to_change(plan.source.reference, plan.before)
         return plan
-
-    @property
-    def source(self) -> Source:
-        """The checkpoint to convert."""
-        return self.request.source
-
-    @property
-    def output(self) -> Output:
-        """Where the result goes."""
-        return self.request.output
-
-    @property
-    def seed(self) -> int:
-        """For what the model writes, and the order in which refinement takes blocks of text."""
-        return self.request.seed
 
     @property
     def before(self) -> AttentionSpec:
@@ -138,20 +122,9 @@ class Plan:
         return source, after.bytes_per_token(self.cache_dtype, self.context)
 
     @property
-    def checks(self) -> bool:
-        """Whether the result is compared with its source at the end."""
-        return self.request.checks and not self.target.copies
-
-    @property
     def from_weights_alone(self) -> bool:
         """Whether its method would use text, and has none."""
         return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether layers are converted by the calibration text: not if it is only there to heal the result."""
-        text = self.calibration
-        return text is not None and (text.in_sequence or self.target.method.text is not TextUse.IGNORED)
 
     @property
     def reads_projections(self) -> bool:
@@ -184,7 +157,8 @@ class Plan:
         if (of := self.source.run_positions) is None:
             return None
         before, found = self.source.calibrated, of
-        if not self.target.copies and self.target.spec.qk_rope_head_dim < self._rotary_dims:
+        latent = self.target.spec.kv_lora_rank is not None and not self.target.copies
+        if latent and self.target.spec.qk_rope_head_dim < self.before.rotary_keys * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
             seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]
             found = found if found < max(seen) else of
@@ -201,20 +175,17 @@ class Plan:
         """The family of the result's tensors."""
         return self.target.host.layout(self.family)
 
-    @property
-    def _rotary_dims(self) -> int:
-        """The rotary dims of all keys that the result replaces by one RoPE key; 0 if it keeps heads."""
-        return self.before.rotary_keys * self.rotary.dims if self.target.spec.kv_lora_rank else 0
+    def plain_config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
+        """The result's config.json as of `Host.config`, without for how many positions it is calibrated."""
+        if self.target.copies and spec.kv_lora_rank:
+            return dict(self.source.raw)
+        rotary = self.rotary.select(pairs, "interleaved") if spec.kv_lora_rank and pairs is not None else None
+        return self.target.host.config(self.source.raw, self.family, spec, rotary)
 
-    def config(self, spec: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        """The result's config.json, for its sizes and the rotary embedding of its RoPE key, if it has one."""
-        made, calibrated = self.target.config(self.source.raw, self.family, spec, rotary), self.calibrated
+    def config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
+        """The result's config.json, for its sizes and the frequencies of its RoPE key, if it has one."""
+        made, calibrated = self.plain_config(spec, pairs), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
-
-    @property
-    def rounding(self) -> Format | None:
-        """The format through whose rounding the result is made; None for a dtype."""
-        return rounding_of(self.cache_dtype)
 
     @property
     def applied_method(self) -> str | None:
@@ -223,57 +194,57 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: the target's, then on windows, then on the text, then the source's."""
-        windows = self.before.window_note(self.context)
-        return (*self.target.notes, *([windows] if windows else ()), *self._text_notes, *self.source.notes)
-
-    @property
-    def _text_notes(self) -> list[str]:
-        """Notes on text that is missing or not used, and on a refit that the source rules out."""
+        """Notes for the user: the target's, on windows, on text that is missing, not used or cannot refit, and the source's."""
+        notes, text = list(self.target.notes), self.calibration
+        if windows := self.before.window_note(self.context):
+            notes.append(windows)
         if self.target.copies:
-            return ["the calibration text is not used"] if self.text_given else []
-        if self.from_weights_alone:
+            notes += ["the calibration text is not used"] if self.text_given else []
+        elif self.from_weights_alone:
             name = self.target.method.name
-            return [f"no calibration text: {name} uses weights and norm gains alone, which ruins most models"]
-        if self.calibration and self.calibration.refit and (hiding := self.unmodelled):
-            return [f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to"]
-        return []
-
-    @property
-    def layer_steps(self) -> tuple[str, ...]:
-        """The steps that follow the method in each layer, by name."""
-        refit = self.calibration is not None and self.calibration.refit
-        return self.target.layer_steps(refit)
+            notes.append(f"no calibration text: {name} uses weights and norm gains alone, which ruins most models")
+        elif text and text.refit and (hiding := self.unmodelled):
+            notes.append(f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to")
+        return (*notes, *self.source.notes)
 
     @property
     def steps(self) -> list[str]:
         """The names of what happens to each layer, in order, and then to the whole result."""
-        text, copies, dtype = self.calibration, self.target.copies, self.output.dtype
+        target, text = self.target, self.calibration
+        refit = text is not None and text.refit
         taken = {
-            "fit to outputs": text is not None and text.refit and not copies,
-            "refine": text is not None and text.refine > 0 and not copies,
-            "cast": dtype not in (None, self.source.dtype),
-            "heal": bool(text and text.heal) and not copies,
+            target.method.name: True,
+            "constant norm": target.host.portable,
+            "balance": target.rounding is not None,
+            "refit": refit,
+            "queries behind a norm": target.spec.q_lora_rank is not None,
+            "scale": target.spec.kv_lora_rank is not None,
+            "fit to outputs": refit,
+            "refine": text is not None and text.refine > 0,
+            "cast": self.output.dtype not in (None, self.source.dtype),
+            "heal": bool(text and text.heal),
         }
-        ours = [] if copies else [self.target.method.name, *self.layer_steps]
-        return [*ours, *(name for name, happens in taken.items() if happens)]
+        return [name for name, happens in taken.items() if happens and (name == "cast" or not target.copies)]
 
     @property
-    def recipe(self) -> Recipe:
-        """The command that repeats the result."""
-        text = self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}
-        options = {
+    def recipe(self) -> dict[str, Any]:
+        """The options by which `convert run` repeats the result from any directory; OUTPUT is left out."""
+        text: dict[str, Any] = {"no_text": True} if self.from_weights_alone else {}
+        if self.calibration:
+            text = self.calibration.as_options() | as_options(self.calibration.texts, absolute=True)
+        size, units = self.output.max_shard_size, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B"))
+        unit, name = next((unit, name) for unit, name in units if size % unit == 0)
+        return {
             "model": self.location,
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,
             **({"dtype": self.output.dtype} if self.output.dtype else {}),
             **({"engine": self.output.engine} if self.output.engine else {}),
-            "max_shard_size": _with_unit(self.output.max_shard_size),
+            "max_shard_size": f"{size // unit}{name}",
             **text,
             **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
         }
-        return Recipe(self.target.command, options)
 
     def inputs(self, texts: list[str | None]) -> dict[str, Any]:
         """All that decides the result's bytes, without its healing, which a resumed run may leave out.
@@ -281,13 +252,12 @@ class Plan:
         Args:
             texts: The hash of each calibration text; None for the model's own.
         """
-        command, options = self.recipe
         return {
-            "command": command,
-            **without_text(options),
+            "command": self.target.command,
+            **without_text(self.recipe),
             "heal": None,
-            "device": self.runs_on,
-            "rough_products_in": str(rough(compute_device(self.runs_on))),
+            "device": str(self.runs_on),
+            "rough_products_in": str(rough(self.runs_on)),
             "config": self.source.raw,
             "files": self.source.fingerprint,
             "calibration_hashes": texts,
@@ -322,12 +292,6 @@ class Plan:
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
-
-
-def _with_unit(size: int) -> str:
-    """`size` bytes in the largest unit that divides it: 5000000000 is "5GB"."""
-    unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
-    return f"{size // unit}{name}"
 
 
 def location_of(source: Source) -> str:

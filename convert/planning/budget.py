@@ -1,4 +1,4 @@
-"""Splits a KV budget into a format, rank and rotary dims, and folds frequencies. Pure arithmetic.
+"""Splits a KV budget into a format, rank and rotary dims, folds frequencies, and bounds the latents of a source by its config.
 
 The rotary dims were chosen on a model of 135M and one of 6M parameters (docs/notes/fits.md), formats by docs/results.md.
 """
@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.spec import RANK_STEP
+
+if TYPE_CHECKING:
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+    from convert.hosts import Host
+    from eval.inputs.source import Source
 
 # Rotary dims for each KV head of the source, of a result with as many values as its source; fewer by the share of values.
 ROTARY = 24
@@ -80,7 +89,12 @@ def split_budget(
         rope_dim = min(most, max(key, int(wanted / step) * step))
     while rope_dim < most and values - rope_dim > full_rank(rope_dim):
         rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
-    return served_rank(values - rope_dim, full_rank(rope_dim), values), rope_dim
+    rank, full = values - rope_dim, full_rank(rope_dim)
+    if rank >= full:  # which loses nothing
+        return full, rope_dim
+    # Rounded down to a multiple of 16, if that gives up at most 5 %: a few thousandths in a large model.
+    over = rank % RANK_STEP if rank > RANK_STEP else 0
+    return (rank - over if over <= _GIVEN_UP * values else rank), rope_dim
 
 
 def format_of(share: float, stored: Container[str]) -> str | None:
@@ -103,18 +117,75 @@ def rule_text() -> str:
     )
 
 
-def served_rank(rank: int, full_rank: int, values: int) -> int:
-    """The largest useful rank up to a given one.
+# ---- of a source ---------------------------------------------------------------------------------------------------
 
-    It is rounded down to a multiple of 16 if that gives up at most 5 % of the values: a few thousandths in a large model,
-    while a small model keeps its rank. Full rank is not rounded: it loses nothing.
 
-    Args:
-        rank: The largest rank allowed.
-        full_rank: The rank beyond which nothing is gained.
-        values: R + P.
+@dataclass(frozen=True)
+class LatentBounds:
+    """What bounds the latents of a source.
+
+    Attributes:
+        source: The checkpoint.
+        family: Its family.
+        host: The output class.
     """
-    if rank >= full_rank:
-        return full_rank
-    over = rank % RANK_STEP if rank > RANK_STEP else 0
-    return rank - over if over <= _GIVEN_UP * values else rank
+
+    source: Source
+    family: Family
+    host: Host
+
+    @cached_property
+    def before(self) -> AttentionSpec:
+        """The source's attention."""
+        return self.family.spec
+
+    @cached_property
+    def rotary_dim(self) -> int:
+        """Rotary dims of one head in layers with RoPE; 0 if there are none."""
+        return _rotary_dim(self.family)
+
+    @property
+    def rotary_keys(self) -> int:
+        """How many keys may keep one frequency."""
+        return 1 if self.host.portable else self.before.rotary_keys
+
+    @property
+    def most_rotary_dims(self) -> int:
+        """The most rotary dims that a latent can keep: those that have RoPE, of all different keys; of one on a ladder."""
+        return min(self.before.most_rotary_dims, self.rotary_keys * self.rotary_dim)
+
+    def full_rank(self, rope_dim: int) -> int:
+        """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.
+
+        Keys and values behind QK-norm or a clamp are not linear in the layer's input, so its width does not bound them.
+        """
+        dims = self.family.latent_dims(rope_dim)
+        if self.family.needs_projections:
+            return dims
+        return min(self.source.decoder.hidden_size, dims)
+
+    def with_reserved(self, channels: int) -> int:
+        """The smallest rank that leaves `channels` besides those that the output class reserves."""
+        return next(rank for rank in range(channels, channels + 9) if rank - self.host.reserved(rank) >= channels)
+
+    def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
+        """Rank and rotary dims for `values` cached values per layer and token (see `split_budget`)."""
+        return split_budget(
+            values,
+            values * self.before.num_layers / self.before.values_per_token,
+            self.rotary_dim,
+            self.rotary_keys,
+            lambda rope_dim: self.with_reserved(self.full_rank(rope_dim)),
+            self.with_reserved(1),
+            folds or self.host.portable,
+        )
+
+
+def smallest_latent(family: Family) -> AttentionSpec:
+    """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
+    return family.spec.latent(1, min(2, _rotary_dim(family)))
+
+
+def _rotary_dim(family: Family) -> int:
+    rotary = family.first_rotary
+    return rotary.dims if rotary else 0

@@ -12,9 +12,9 @@ from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
+from convert.planning.texts import DEFAULT, OWN, Texts, as_options, shared_out, written_before
 from eval.inputs.loading import calibration_tokens
-from eval.inputs.text import Text, Tokens, joined
+from eval.inputs.text import Tokens, joined
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
-_OWN_TOKENS, _OWN_CONTEXT = (
-    65536,
-    512,
-)  # where a model writes a part: it drifts, so many beginnings are worth more than long texts
+_OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts, so beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 2048  # tokens of each text, at least a block, by which a healing is judged and the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
@@ -72,16 +69,6 @@ class CalibrationOptions:
         }
         return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in values.items() if value))
 
-    @property
-    def steps(self) -> CalibrationOptions:
-        """The same without the text: only the steps beyond a method."""
-        return replace(self, texts=(), tokens=None, context=None, max_context=None)
-
-    @property
-    def text_alone(self) -> CalibrationOptions:
-        """The same without steps beyond a method."""
-        return CalibrationOptions(self.texts, self.tokens, self.context, no_text=self.no_text)
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -101,11 +88,6 @@ class Calibration:
     max_context: int
     retrieval_limit: int | None = None
     heal: int | None = 0
-
-    @property
-    def name(self) -> str:
-        """The texts, for people."""
-        return names_of(self.texts)
 
     @property
     def blocks(self) -> list[int]:
@@ -144,10 +126,6 @@ class Calibration:
             "heal": self.heal,
         }
 
-    def as_recipe(self) -> dict[str, Any]:
-        """The options with absolute paths, for a recipe that is read from another directory."""
-        return self.as_options() | as_options(self.texts, absolute=True)
-
 
 @dataclass(frozen=True)
 class GivenTexts:
@@ -182,14 +160,19 @@ class GivenTexts:
             if text.own:
                 parts.append(_own(written_before(source, text.written, count, calibration.context)) if text.written else None)
                 continue
-            tokens = _encoded(source, calibration, text.read(), count)
-            part = tokens.spread(count * calibration.context, calibration.context)
-            if len(calibration.texts) > 1 and len(part.ids) < count * calibration.context:
-                _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * calibration.context)
+            share, context = count * calibration.context, calibration.context
+            tokens = calibration_tokens(source, text.read(), share)
+            if (there := len(tokens.ids)) < context:
+                raise Failure(
+                    f"calibration text {tokens.name} has {there} tokens, fewer than one block of {context}",
+                    hint=f"give a longer text, or --calibration-context {there} or less",
+                )
+            part, beside = tokens.spread(share, context), tokens.beside(share, context, _OTHERS)
+            if len(calibration.texts) > 1 and len(part.ids) < share:
+                _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), share)
             parts.append(part)
             whole.append(tokens)
-            beside = tokens.beside(count * calibration.context, calibration.context, _OTHERS)
-            others.append(part.spread(_OTHERS, calibration.context) if beside is None else beside)
+            others.append(part.spread(_OTHERS, context) if beside is None else beside)
             unseen += [] if beside is None else [beside]
         return cls(calibration, tuple(parts), tuple(whole), tuple(others), joined(unseen) if unseen else None)
 
@@ -201,16 +184,6 @@ class GivenTexts:
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
         """The whole text; `written [n, context]` is the model's own."""
         return CalibrationText(self.calibration, tuple(part or _own(written) for part in self.parts))
-
-
-def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) -> Tokens:
-    tokens = calibration_tokens(source, text, blocks * calibration.context)
-    if len(tokens.ids) < calibration.context:
-        raise Failure(
-            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {calibration.context}",
-            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
-        )
-    return tokens
 
 
 def _own(written: torch.Tensor | None) -> Tokens:
@@ -251,12 +224,11 @@ class CalibrationText:
         return Blocks.mixed(plain).beside(*retrieving(others, limit))
 
     def surveyed(self) -> CalibrationText:
-        """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""
+        """The text that a survey of the source reads: all, or the same part of each where layers then see all in sequence."""
         context, whole = self.calibration.context, len(self.tokens.ids)
-        count = max(surveyed_tokens(self.calibration, whole), context)
-        return replace(
-            self, parts=tuple(part.spread(_part(count, len(part.ids), whole, context), context) for part in self.parts)
-        )
+        count = max(context, min(whole, _DECIDED_ON) if self.calibration.in_sequence else whole)
+        counts = [max(1, count * len(part.ids) // whole // context) * context for part in self.parts]
+        return replace(self, parts=tuple(part.spread(n, context) for part, n in zip(self.parts, counts, strict=True)))
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""
@@ -267,16 +239,6 @@ class CalibrationText:
             f"{len(self.tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: "
             "correlations between channels are trusted less"
         ]
-
-
-def _part(count: int, of: int, whole: int, context: int) -> int:
-    """Of `count` tokens out of `whole` those that fall on a text of `of` tokens: at least one block."""
-    return max(1, count * of // whole // context) * context
-
-
-def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
-    """Of a text's tokens those that a survey reads: all, or a part where layers then see all of them in sequence."""
-    return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
 def calibration_for(positions: int | None, skips: bool, method: Method, wanted: CalibrationOptions) -> Calibration | None:

@@ -17,8 +17,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.allowed import host_of, readable
-from convert.planning.bounds import LatentBounds, smallest_latent
-from convert.planning.budget import rule_text
+from convert.planning.budget import LatentBounds, rule_text, smallest_latent
 from eval.terminal.tables import bytes_text, table
 
 if TYPE_CHECKING:
@@ -47,9 +46,8 @@ class Facts(dict[str, Any]):
 def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
-    spec = family.spec
-    host, _ = _carrier(family, spec, "mla")
-    context = source.longest_context
+    spec, context, carriers = family.spec, source.longest_context, {kind: _carrier(family, kind) for kind in HOSTS}
+    host, _ = carriers["mla"]
     facts = {
         "model": source.reference,
         **_origin(source),
@@ -68,8 +66,11 @@ def inspection(source: Source) -> Facts:
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype, context),
         **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
-        "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
-        "output_classes": {kind: _host(family, spec, kind) for kind in HOSTS},
+        "latents_possible": [target.kind for target in latent_targets(source, family, host)] if host else [],
+        "output_classes": {
+            kind: f"{carrier.name}, loads in {carrier.loads_in}" if carrier else f"none ({reason})"
+            for kind, (carrier, reason) in carriers.items()
+        },
         **_noted(source, spec, context),
     }
     return Facts(facts, _inspection_text(facts))
@@ -111,15 +112,10 @@ def _origin(source: Source) -> dict[str, Any]:
     }
 
 
-def _host(family: Family, spec: AttentionSpec, kind: str) -> str:
-    host, reason = _carrier(family, spec, kind)
-    return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
-
-
-def _carrier(family: Family, spec: AttentionSpec, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
+def _carrier(family: Family, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
     """The output class of a kind of target; or None and the reason."""
     try:
-        target = smallest_latent(family) if kind == "mla" else spec.grouped(1)
+        target = smallest_latent(family) if kind == "mla" else family.spec.grouped(1)
         return host_of(HOSTS[kind], family, target, engine), None
     except Refusal as error:
         return None, str(error)
@@ -179,11 +175,11 @@ def capacity(
         row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
         rows.append(row | {"parameters": parameters, "engines": engines})
 
-    hosts = {kind: _carrier(family, spec, kind, engine) for kind in HOSTS}
+    hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
     if host:
-        sizes = latent_targets(source, family, spec, host, engine)
+        sizes = latent_targets(source, family, host, engine)
         targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
@@ -211,13 +207,12 @@ def capacity(
     return Facts(facts, _capacity_text(facts))
 
 
-def latent_targets(
-    source: Source, family: Family, spec: AttentionSpec, host: Host, engine: Engine | None = None
-) -> list[AttentionSpec]:
+def latent_targets(source: Source, family: Family, host: Host, engine: Engine | None = None) -> list[AttentionSpec]:
     """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports.
 
     Of an engine that takes some sizes only, those that are smaller than the source's cache.
     """
+    spec = family.spec
     if engine and engine.latents:
         fitting = []
         for size in reversed(engine.latents):
@@ -245,6 +240,9 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
     header.append("engines")
+    within = f" of the {limit} positions that the model is made for" if limit else ""
+    if limit and facts["context"] > limit:
+        within = f": MORE THAN THE {limit} POSITIONS that the model is made for"
     cache = "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
     rows = []
     for i, row in enumerate(facts["targets"]):
@@ -254,7 +252,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
     return (
         f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, "
-        f"context {facts['context']}{_limit_text(facts)}\n\n"
+        f"context {facts['context']}{within}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + ("" if facts["mla"] else f"\n\n{rule_text()}")
@@ -264,15 +262,6 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
         + (", at most the positions that the model is made for." if limit else ".")
     )
-
-
-def _limit_text(facts: Mapping[str, Any]) -> str:
-    limit = facts["max_positions"]
-    if not limit:
-        return ""
-    if facts["context"] > limit:
-        return f": MORE THAN THE {limit} POSITIONS that the model is made for"
-    return f" of the {limit} positions that the model is made for"
 
 
 def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
@@ -313,23 +302,9 @@ def support_text(rows: list[dict[str, Any]]) -> str:
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each target without an output class and each type that is not read on purpose, and what else is read."""
     targets = [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
-    return [*targets, *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())), *_found()]
-
-
-def _found() -> list[str]:
-    """What experiments read."""
     return [
+        *targets,
+        *(f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())),
         f"read by experiments, without a row of this table, and others like them: {', '.join(FOUND)}",
         f"read by experiments, decoders inside models that see, and others like them: {', '.join(INSIDE)}",
     ]
-
-
-def support_markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, in which families with the same output classes share a row, and why others have none."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        together.setdefault(tuple(row[kind] for kind in HOSTS), []).append(row["family"])
-    lines = [f"| {', '.join(names)} | {' | '.join(classes)} |" for classes, names in together.items()]
-    kinds = [f"to {kind.upper()}" for kind in HOSTS]
-    reasons = [f"- {line}" for line in refusals(rows)]
-    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])

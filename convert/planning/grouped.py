@@ -63,8 +63,8 @@ def plan_grouped(
     behind = host.reads_projections(family)
     if (spec != before or rounds) and traits.clip is not None and not behind:
         _refuse_clip(traits.clip, method, cache_dtype if rounds else None)
-    text = calibration_for(source.max_positions, family.skips, method, request.calibration)
-    check_output(output.path, source.directory, output.overwrite, output.resume)
+    text = calibration_for(source.max_positions, family.skips, method, request.text)
+    check_output(output, source.directory)
     heads = before.num_kv_heads
     if spec == before and rounds and text is None:
         raise Refusal(
@@ -79,7 +79,17 @@ def plan_grouped(
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         notes = (f"{heads} KV heads are what the source has: {how} unchanged",)
     options = ({} if output_class is None else {"class": output_class}) | ({} if command == "mqa" else {"groups": groups})
-    return Plan.of(request, family, GroupedTarget(command, options, before, spec, method, host, notes, cache_dtype), text)
+    target = GroupedTarget(
+        before=before,
+        spec=spec,
+        method=method,
+        host=host,
+        notes=notes,
+        cache_dtype=cache_dtype,
+        command=command,
+        options=options,
+    )
+    return Plan.of(request, family, target, text)
 
 
 def _refuse_clip(clip: float, method: GroupedMethod, cache_dtype: str | None) -> None:

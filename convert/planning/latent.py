@@ -14,7 +14,7 @@ from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
 from convert.planning.base import Plan, Request
-from convert.planning.bounds import LatentBounds, smallest_latent
+from convert.planning.budget import smallest_latent
 from convert.planning.calibration import calibration_for, with_own_text
 from convert.planning.held import require_held
 from convert.planning.sizes import AUTO, LatentSize, Sizing
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import Calibration, CalibrationOptions
-    from convert.planning.targets import LatentTarget
+    from convert.planning.calibration import CalibrationOptions
 
 
 def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Plan:
@@ -55,15 +54,22 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     dtype, engine = output.dtype or source.dtype, engine_of(output.engine)
     require_served(dtype)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    bounds = LatentBounds(source, family, _host(family, size, engine))
-    require_held(bounds.host, family, method)
+    host = _host(family, size, engine)
+    require_held(host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    target = Sizing(bounds, method, engine, dtype).target(size)
+    target = Sizing(source, family, host, method, engine, dtype).target(size)
     if engine:
-        target = _checked(engine, bounds, target)
-    check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _calibration(source.max_positions, family.skips, method, request.calibration, bounds.host, size.per_layer_ranks)
+        require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
+        if objection := engine.objection(host, family, target.spec):
+            raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
+        if note := engine.note(target.before):  # what its user should know
+            target = replace(target, notes=(*target.notes, note))
+    check_output(output, source.directory)
+    calibration = _portable_calibration(method, request.text) if host.portable else request.text
+    text = calibration_for(source.max_positions, family.skips, method, calibration)
+    if size.per_layer_ranks and text is None:
+        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return Plan.of(request, family, target, text)
 
 
@@ -77,16 +83,6 @@ def _host(family: Family, size: LatentSize, engine: Engine | None) -> Host:
     runs = [host.name for host in PORTABLE if engine and unfit(host, family, smallest, engine) is None]
     hint = f"give --portable and --text FILE: {engine.name} runs a {runs[0]}" if engine and runs else None
     return host_of(HOSTS["mla"], family, smallest, engine, hint)
-
-
-def _checked(engine: Engine, bounds: LatentBounds, target: LatentTarget) -> LatentTarget:
-    """The target, with what the engine's user should know of it; refused if the engine does not run it."""
-    require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
-    objection = engine.objection(bounds.host, bounds.family, target.spec)
-    if objection is not None:
-        raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
-    note = engine.note(bounds.before)
-    return replace(target, notes=(*target.notes, note)) if note else target
 
 
 def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:
@@ -108,19 +104,3 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
     if options.refit is False:
         raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
     return replace(options, refit=True)
-
-
-def _calibration(
-    positions: int | None, skips: bool, method: LatentMethod, calibration: CalibrationOptions, host: Host, per_layer_ranks: bool
-) -> Calibration | None:
-    """The calibration of a latent, in any output class; None without text.
-
-    Raises:
-        Refusal: Ranks per layer or a portable result need text and have none; or as of `calibration_for`.
-    """
-    if host.portable:
-        calibration = _portable_calibration(method, calibration)
-    text = calibration_for(positions, skips, method, calibration)
-    if per_layer_ranks and text is None:
-        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
-    return text

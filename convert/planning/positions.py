@@ -28,7 +28,8 @@ def limited(config: Mapping[str, Any], calibrated: int, of: int) -> dict[str, An
     before = config_of(config)
     key = decoder_of(before).attribute_map.get(STATED, STATED)
     said = {POSITIONS: calibrated, OF_SOURCE: of}
-    lengths = sorted({length + more for length in (calibrated, of, *_originals(before)) for more in (0, 1)})
+    originals = [one[_ORIGINAL] for _, one in _sets(decoder_of(before).rope_parameters) if one.get(_ORIGINAL)]
+    lengths = sorted({length + more for length in (calibrated, of, *originals) for more in (0, 1)})
     rope = _rope(before, lengths)
     for changes in (_for_engines(config, calibrated), {}, _derived(before)):
         made = _changed(config, {**changes, key: calibrated, **said})
@@ -75,10 +76,6 @@ def _sets(parameters: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """The sets of RoPE's parameters: one, or one for each type of layer."""
     nested = {key: value for key, value in (parameters or {}).items() if isinstance(value, dict)}
     yield from nested.items() if nested else [(None, parameters or {})]
-
-
-def _originals(read: Any) -> list[int]:
-    return [one[_ORIGINAL] for _, one in _sets(decoder_of(read).rope_parameters) if one.get(_ORIGINAL)]
 
 
 def _rope(read: Any, lengths: list[int]) -> list[Any]:

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from attention.formats import format_named, rounding_of
+from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import fold_of, format_of, layer_ranks
+from convert.planning.budget import LatentBounds, fold_of, format_of, layer_ranks
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.bounds import LatentBounds
 
 AUTO = "auto"
 
@@ -50,17 +49,15 @@ class LatentSize:
 
 
 @dataclass(frozen=True)
-class Sizing:
+class Sizing(LatentBounds):
     """The targets that a request allows.
 
     Attributes:
-        bounds: The source, and the output class.
         method: The conversion's method.
         engine: The engine that has to run the result, or None.
         dtype: The dtype of the result's weights.
     """
 
-    bounds: LatentBounds
     method: LatentMethod
     engine: Engine | None
     dtype: str
@@ -71,7 +68,8 @@ class Sizing:
         Raises:
             Refusal: There is none, or the source has that size already.
         """
-        padded = request.pad_rank or (self._few_sizes and request.kv_lora_rank is None)
+        few_sizes = self.engine is not None and bool(self.engine.latents)
+        padded = request.pad_rank or (few_sizes and request.kv_lora_rank is None)
         by_rule = request.cache_dtype == AUTO
         if by_rule:
             request = replace(request, cache_dtype=self._format(request))
@@ -79,10 +77,9 @@ class Sizing:
         target = self._target(replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded))
         if by_rule:
             target = replace(target, notes=(*target.notes, self._format_note(target)))
-        if target.copies and rounding_of(target.cache_dtype) is not None:
-            reference = self.bounds.source.reference
+        if target.spec == target.before and target.rounding is not None:
             raise Refusal(
-                f"{reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
+                f"{self.source.reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
                 hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or "
                 "give a smaller size",
             )
@@ -91,12 +88,7 @@ class Sizing:
     @property
     def context(self) -> int:
         """The tokens of a sequence at which budgets count."""
-        return self.bounds.source.longest_context
-
-    @property
-    def _few_sizes(self) -> bool:
-        """Whether the engine takes a few sizes only."""
-        return self.engine is not None and bool(self.engine.latents)
+        return self.source.longest_context
 
     def _format(self, request: LatentSize) -> str | None:
         """The format of `--cache-dtype auto`."""
@@ -111,35 +103,31 @@ class Sizing:
         else:
             share = request.kv_share
         stored = [cache.form for cache in (self.engine or ENGINES["transformers"]).caches if cache.tried]
-        if self.bounds.host.portable:
+        if self.host.portable:
             stored = [form for form in stored if not format_named(form).classes]
         return format_of(share, stored)
 
     def _format_note(self, target: LatentTarget) -> str:
         """What runs the format that `--cache-dtype auto` stands for."""
-        form, bounds = target.cache_dtype, self.bounds
-        if form is None:
+        if (form := target.cache_dtype) is None:
             return f"--cache-dtype auto is {self.dtype}: no format of fewer bits was tried with that engine"
-        engines = storing(bounds.host, bounds.family, target.spec, form)
+        engines = storing(self.host, self.family, target.spec, form)
         return f"--cache-dtype auto is {form} at this budget, which runs in {' and '.join(engines)}"
 
     def _budget(self, request: LatentSize) -> tuple[float, float]:
         """The bytes per token of a budget, and those of the source's cache."""
-        source, before = self.bounds.source, self.bounds.before
-        whole = before.bytes_per_token(source.dtype, self.context)
+        whole = self.before.bytes_per_token(self.source.dtype, self.context)
         budget: float = (request.kv_share or 0.0) * whole if request.kv_bytes is None else request.kv_bytes
         budget = int(budget) if isinstance(whole, int) else budget
         if budget > whole:
-            at = before.at_context(self.context)
-            raise Refusal(
-                f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {source.reference}{at}: nothing to save"
-            )
+            of = f"{self.source.reference}{self.before.at_context(self.context)}"
+            raise Refusal(f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {of}: nothing to save")
         return budget, whole
 
     def _numbers(self, request: LatentSize) -> tuple[int, int]:
         """R and P, as given or of a budget."""
         given = (request.kv_lora_rank, request.qk_rope_head_dim)
-        rotates = self.bounds.rotary_dim > 0
+        rotates = self.rotary_dim > 0
         if request.kv_share is None and request.kv_bytes is None:
             if request.kv_lora_rank is None or (rotates and request.qk_rope_head_dim is None):
                 raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
@@ -156,18 +144,17 @@ class Sizing:
 
     def _of_budget(self, budget: float, form: str) -> tuple[int, int]:
         """R and P of a budget of bytes per token in all layers, for a cache in that format."""
-        bounds, step = self.bounds, format_named(form).multiple
-        held = sum(bounds.before.tokens_held(self.context))
+        step, held = format_named(form).multiple, sum(self.before.tokens_held(self.context))
         values = int(budget * 8 * self.context // (held * format_named(form).bits))
-        if self.engine is not None and self._few_sizes:
+        if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
-        fewest = min(bounds.most_rotary_dims, max(2, step)) if bounds.rotary_dim else 0
-        least = bounds.before.latent(-(-bounds.with_reserved(1) // step) * step, fewest)
+        fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
+        least = self.before.latent(-(-self.with_reserved(1) // step) * step, fewest)
         # Refuses a model whose rotary dims are too few for the format.
         least_bytes = math.ceil(least.bytes_per_token(form, self.context))
         try:
             while True:
-                if found := self._within(*bounds.for_budget(values, self.method.folds), budget, form):
+                if found := self._within(*self.for_budget(values, self.method.folds), budget, form):
                     return found
                 values -= 1
         except Refusal as error:
@@ -184,27 +171,27 @@ class Sizing:
         """
         step = format_named(form).multiple
         kept = -(-rope_dim // step) * step
-        kept = kept if kept <= self.bounds.most_rotary_dims else rope_dim // step * step
+        kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
         rank = (rank + rope_dim - kept) // step * step
         if rank < 1 or (rope_dim and not kept):
             return None
-        held = self.bounds.before.latent(rank, kept).bytes_per_token(form, self.context)
+        held = self.before.latent(rank, kept).bytes_per_token(form, self.context)
         return (rank, kept) if held <= budget else None
 
     def _target(self, request: LatentSize) -> LatentTarget:
         """The target of a request that has both numbers."""
-        bounds, host, before = self.bounds, self.bounds.host, self.bounds.before
+        host, before = self.host, self.before
         rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
         self._check_rotary(rope_dim)
         spec = before.latent(rank, rope_dim)
         if self.engine and self.engine.query_latent(before):
-            spec = replace(spec, q_lora_rank=bounds.source.decoder.hidden_size)
+            spec = replace(spec, q_lora_rank=self.source.decoder.hidden_size)
         self._check_kept(rope_dim)
         if request.per_layer_ranks:
             spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
-        full = bounds.full_rank(rope_dim)
+        full = self.full_rank(rope_dim)
         used = self._channels(rank, rope_dim, any_rank=request.pad_rank or spec == before)
-        fold = fold_of(rope_dim, bounds.rotary_dim) if self.method.folds and bounds.rotary_dim else 1
+        fold = fold_of(rope_dim, self.rotary_dim) if self.method.folds and self.rotary_dim else 1
         form = request.cache_dtype or self.dtype
         if host.portable and format_named(form).classes:
             raise Refusal(
@@ -215,13 +202,21 @@ class Sizing:
         spec.bytes_per_token(form)  # refuses what the format does not take
         format_named(form).require("latent", *ranks)
         target = LatentTarget(
-            before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
+            before=before,
+            spec=spec,
+            method=self.method,
+            host=host,
+            channels=used,
+            freqfold=fold,
+            pad_rank=request.pad_rank,
+            ranks=ranks,
+            cache_dtype=request.cache_dtype,
         )
         return replace(target, notes=tuple(self._notes(target)))
 
     def _check_rotary(self, rope_dim: int) -> None:
         """Refuse a RoPE key where nothing rotates, and none where something does."""
-        reference, rotates = self.bounds.source.reference, self.bounds.rotary_dim > 0
+        reference, rotates = self.source.reference, self.rotary_dim > 0
         if rope_dim and not rotates:
             raise Refusal(
                 f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
@@ -235,13 +230,13 @@ class Sizing:
 
     def _check_kept(self, rope_dim: int) -> None:
         """Refuse more dims than rotate, and frequencies that the output class cannot keep."""
-        bounds, rotary, most = self.bounds, self.bounds.rotary_dim, self.bounds.most_rotary_dims
+        rotary, most = self.rotary_dim, self.most_rotary_dims
         if rope_dim > most:
-            why = f"of each key's {bounds.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
-            if bounds.host.portable:
+            why = f"of each key's {self.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
+            if self.host.portable:
                 why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
-            raise Refusal(f"cannot keep {rope_dim} rotary dims of {bounds.source.reference}: {why}")
-        if bounds.host.portable and self.method.folds and rotary % rope_dim:
+            raise Refusal(f"cannot keep {rope_dim} rotary dims of {self.source.reference}: {why}")
+        if self.host.portable and self.method.folds and rotary % rope_dim:
             raise Refusal(
                 f"method {self.method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is not a geometric "
                 "ladder of frequencies, as a portable result needs",
@@ -256,14 +251,14 @@ class Sizing:
             rope_dim: P.
             any_rank: Whether it may exceed full size, because it is padded, or the source's own.
         """
-        host, full, reference = self.bounds.host, self.bounds.full_rank(rope_dim), self.bounds.source.reference
+        host, full, reference = self.host, self.full_rank(rope_dim), self.source.reference
         channels = rank - host.reserved(rank)
         if channels < 1:
             raise Refusal(
                 f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself"
             )
         if channels > full and not any_rank:
-            whole = self.bounds.with_reserved(full)
+            whole = self.with_reserved(full)
             added = f"{whole - full} {'more channel' if host.portable else 'constant channel(s)'} of {host.name}"
             raise Refusal(
                 f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {reference} have {full} dims, "
@@ -274,7 +269,7 @@ class Sizing:
 
     def _notes(self, target: LatentTarget) -> Iterator[str]:
         """What the user should know of a target."""
-        spec, ranks, host, source = target.spec, target.ranks, self.bounds.host, self.bounds.source
+        spec, ranks, host, source = target.spec, target.ranks, self.host, self.source
         if target.copies:
             copied = "every tensor is copied bit for bit, unchanged"
             yield f"{spec.kind} is what the source has" + (f": {copied}" if self.dtype == source.dtype else "")
@@ -284,14 +279,14 @@ class Sizing:
             yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
         else:
             yield _channels_note(rank, target.channels, host)
-            yield from host.notes(self.bounds.family)
+            yield from host.notes(self.family)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
             which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
             yield f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel"
         held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
-        if held >= self.bounds.before.bytes_per_token(source.dtype, self.context):
+        if held >= self.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from attention.errors import Refusal
 from convert import methods
@@ -44,14 +43,14 @@ def plans_for(
         Refusal: Something that the user named cannot be done. Defaults that do not fit the source are
             left out.
     """
-    source, calibration = request.source, request.calibration
+    source, calibration = request.source, request.text
     require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
-    counts = Counter(candidate.name for candidate in candidates)
+    counts = Counter(name for name, *_ in candidates)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
-    _require_use(calibration, [candidate.method for candidate in candidates])
-    if idle := sorted(set(names or ()) - {candidate.method.name for candidate in candidates}):
+    _require_use(calibration, [method for _, method, _ in candidates])
+    if idle := sorted(set(names or ()) - {method.name for _, method, _ in candidates}):
         raise Refusal(
             f"{' and '.join(idle)} of --methods can make none of the targets",
             hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
@@ -59,9 +58,9 @@ def plans_for(
     plans: list[Plan] = []
     for name, method, plan in candidates:
         output = replace(request.output, path=request.output.path / name)
-        check_output(output.path, source.directory, output.overwrite, output.resume)
+        check_output(output, source.directory)
         try:
-            plans.append(plan(replace(request, output=output, calibration=_calibration(method, calibration))))
+            plans.append(plan(replace(request, output=output, text=_calibration(method, calibration))))
         except Refusal as refusal:
             if any(given is not None for given in (latents, groups, names)):
                 raise
@@ -74,62 +73,46 @@ def plans_for(
     return plans
 
 
-class _Candidate(NamedTuple):
-    """A possible result of a sweep.
-
-    Attributes:
-        name: The name of its directory.
-        method: The method that makes it.
-        plan: Maps a request to its plan.
-    """
-
-    name: str
-    method: Method
-    plan: Callable[[Request], Plan]
-
-
 def _candidates(
     request: Request, groups: Sequence[int] | None, latents: Sequence[LatentSize] | None, names: Sequence[str] | None
-) -> list[_Candidate]:
+) -> list[tuple[str, Method, Callable[[Request], Plan]]]:
+    """The possible results: the name of the directory of each, the method that makes it, and what plans it."""
     heads = convertible(request.source).spec.num_kv_heads
     if groups is None and latents is None:
         groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
         latents = [LatentSize(kv_share=share) for share in _SHARES]
     candidates = [
-        _Candidate(f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
+        (f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
         for n in groups or ()
         for m in map(methods.load_grouped, _chosen(methods.GROUPED, names))
     ]
     return candidates + [
-        _Candidate(f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
+        (f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
         for size in latents or ()
         for m in map(methods.load_latent, _chosen(methods.LATENT, names))
-        if m.text is not TextUse.NEEDED or not request.calibration.no_text or names
+        if m.text is not TextUse.NEEDED or not request.text.no_text or names
     ]
 
 
 def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
     """Refuse text that no method of the sweep uses, and steps that none takes."""
     uses = {method.text for method in made_by}
-    steps = wanted.steps.flags
+    steps = replace(wanted, texts=(), tokens=None, context=None, max_context=None).flags  # beyond a method
     for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
         if idle and uses and not enough:
+            known: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
+            ours = [method.name for method in known if method.text is TextUse.USED]  # with text, they can take these steps
             raise Refusal(
-                f"no method of this sweep has any use for {idle}",
-                hint=f"leave it out, or add {' or '.join(_ours())} to --methods",
+                f"no method of this sweep has any use for {idle}", hint=f"leave it out, or add {' or '.join(ours)} to --methods"
             )
-
-
-def _ours() -> list[str]:
-    """Our own methods: with text, they can take the steps beyond a method."""
-    found: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
-    return [method.name for method in found if method.text is TextUse.USED]
 
 
 def _calibration(method: Method, text: CalibrationOptions) -> CalibrationOptions:
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()
-    return replace(text, heal=text.heal or 0) if method.text is TextUse.USED else text.text_alone
+    if method.text is TextUse.USED:
+        return replace(text, heal=text.heal or 0)
+    return CalibrationOptions(text.texts, text.tokens, text.context, no_text=text.no_text)
 
 
 def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:

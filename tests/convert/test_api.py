@@ -15,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 from written import Convert, Make, read, weights
 
+import convert as api
 from attention.errors import Failure, KvfoldError, Refusal
-from convert import PlannedConversion, PlannedSweep, api, gqa, inspect, mla, mqa, plan, sweep
+from convert import PlannedConversion, PlannedSweep, gqa, inspect, mla, mqa, plan, sweep
 from convert.arguments import options
 from convert.command.cli import main
 from convert.healing.plan import PARTS
@@ -188,6 +189,7 @@ def test_facts_are_numbers_for_programs_and_a_table_for_people(
     assert (found["attention"], found["kv_bytes_per_token"], found["groups_possible"]) == ("GQA-4", 768, [4, 2, 1])
     assert [row["kind"] for row in sizes["targets"][:3]] == ["GQA-4", "GQA-2", "MQA"]
     assert list(sizes["targets"][0]["longest_context"]) == ["tiny"]
+    assert "RTX 4090 24 GB" in str(plan(source))
     assert capsys.readouterr().out == ""
     for facts, command in ((found, ["inspect"]), (sizes, ["plan", "--batch", 3, "--context", 10, "--gpu", "tiny=0.001"])):
         assert convert(*command, source).stdout == f"{facts}\n"

@@ -10,11 +10,9 @@ import pytest
 import torch
 from latents import SMALL
 from transformers import AutoConfig
-from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok, read, refused, same_but_for_the_run, weights
+from written import Convert, Find, Logits, Make, edit, left_nothing, ok, read, refused, same_but_for_the_run, stop_at, weights
 
 from attention.spec import AttentionSpec
-from convert.calibration.stream import LayerStream
-from convert.checkpoint.shelf import Shelf
 from convert.execute import weights as writer
 from convert.output.evaluation import _formats
 from eval import evaluate
@@ -23,71 +21,35 @@ from eval.inputs.source import Source
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
-def resumed(convert: Convert, command: list[Any], out: Path) -> None:
-    """What was left is no checkpoint and goes on to the bytes of a whole run, and no finished shard is written again."""
-    unfinished = out.with_name("out.partial") / "checkpoint"
-    assert not out.exists()
-    assert not (unfinished / "config.json").exists()
-    refused(convert(*command), 2, "holds an unfinished conversion")
-    refused(convert(*command, "--seed", 5, "--resume"), 2, "seed: 0 then, 5 now")
-    finished = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.safetensors")}
-    ok(convert(*command, "--resume"))
-    assert not unfinished.parent.exists()
-    assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "written again"
-    whole = out.with_name("whole")
-    ok(convert(*(whole if one == out else one for one in command)))
-    same_but_for_the_run(out, whole)
-
-
-# A survey puts three layers on the shelf. Where the result has the source beside it, that one advances, too.
-WAYS: dict[str, tuple[Any, str, int, list[Any]]] = {
-    "statistics": (Shelf, "put", 3, ["--method", "pca"]),
-    "shards": (writer, "write_shard", 3, ["--method", "pca"]),
-    "inputs": (LayerStream, "advance", 5, ["--method", "weighted", "--refine", 2]),
-}
-
-
-@pytest.mark.parametrize("place", WAYS)
 def test_an_interrupted_run_says_how_to_go_on(
-    place: str, shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, count, way = WAYS[place]
-    text = ["--text", words, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
-    command, left, function = ["mla", shelf(), tmp_path / "out", *SMALL, *way, *text], [count], getattr(owner, name)
+    """What was left is no checkpoint and goes on to the bytes of a whole run, and no finished shard is written again.
 
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            if place == "shards":  # as a crash may leave it
-                args[0].with_name(f"{args[0].name}.tmp").write_bytes(b"half of a sha")
-            raise KeyboardInterrupt
-        return function(*args, **kwargs)
-
+    That statistics, inputs and layers go on, too, tests of surveys, streams and sequences hold.
+    """
+    out, unfinished = tmp_path / "out", tmp_path / "out.partial" / "checkpoint"
+    command = ["mla", shelf(), out, *SMALL, "--method", "pca", "--max-shard-size", "20KB"]
+    command += ["--text", words, "--calibration-tokens", 256]
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
+        stop_at(patch, writer, "write_shard", 3, KeyboardInterrupt())
         result = convert(*command)
     assert result.exit_code == 130, result.output
     assert "error: interrupted\nhint: the same command with --resume finishes the conversion\n" in result.stderr
-    if place == "inputs":  # as a crash may leave them
-        for file in (tmp_path / "out.partial" / "steps").glob("*-[0-9]"):
-            file.write_bytes(bytes(file.stat().st_size))
-    resumed(convert, command, tmp_path / "out")
+    assert not out.exists()
+    finished = {path.name: path.stat().st_mtime_ns for path in unfinished.iterdir()}
+    assert [name[:11] for name in sorted(finished)] == ["model-00001", "model-00002"]
+    (unfinished / f"{min(finished).replace('00001', '00003')}.tmp").write_bytes(b"half of a sha")  # as a crash may leave it
+    refused(convert(*command), 2, "holds an unfinished conversion")
+    refused(convert(*command, "--seed", 5, "--resume"), 2, "seed: 0 then, 5 now")
+    ok(convert(*command, "--resume"))
+    assert not unfinished.parent.exists()
+    assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "written again"
+    ok(convert(*(tmp_path / "whole" if one == out else one for one in command)))
+    same_but_for_the_run(out, tmp_path / "whole")
 
 
-# ---- bad activations, and code of the checkpoint's own ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", [1e38, 1e19], ids=["the values", "their squares, so that the norm gives zeros"])
-def test_activations_that_overflow_name_the_layer(
-    scale: float, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
-) -> None:
-    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"].mul_(scale**0.5)
-        tensors["model.layers.0.mlp.down_proj.weight"].mul_(scale / scale**0.5 * 1e3)
-
-    result = convert("mla", damage(checkpoint(), enlarge), tmp_path / "out", *SMALL, "--method", "pca", "--text", words)
-    message = "the input of layer 1's attention is not finite on the calibration text" if scale == 1e38 else "layer 1"
-    left_nothing(result, 1, message, tmp_path / "out")
+# ---- code of the checkpoint's own --------------------------------------------------------------------------------------
 
 
 def test_a_class_that_comes_with_the_checkpoint_is_converted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
-from convert.demo.showcase import MODEL
+from convert.demo.showcase import HELD_OUT, MODEL, VALIDATION, held_out_text
 from convert.planning.sizes import LatentSize
 
 
@@ -26,7 +26,8 @@ def test_the_bundled_checkpoint_is_small_truly_multi_head_and_trained_to_the_end
 
 
 def test_held_out_modules_are_not_in_the_training_text() -> None:
-    documents = {line for document in training_documents() for line in document.splitlines()}
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_demo.py"))
+    documents = {line for document in script["training_documents"]() for line in document.splitlines()}
     assert sum(map(len, documents)) > 1_000_000
     for module in HELD_OUT + VALIDATION:
         source = held_out_text((module,))

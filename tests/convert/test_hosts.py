@@ -155,14 +155,6 @@ def test_refinement_leaves_projections_and_norms_of_the_source(
             assert torch.equal(after[own].flatten(), before[name].flatten()), name
 
 
-def test_normalised_keys_share_no_latent_beyond_their_dims(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    """The model's width does not bound their rank: 2 × 8 heads × 8 dims are 128."""
-    shown = ok(convert("mla", checkpoint("qwen3", num_key_value_heads=8), tmp_path / "out", *sized(124, 4))).stdout
-    assert "124 of 124 latent channels" in shown
-    more = convert("mla", checkpoint("qwen3", name="other", num_key_value_heads=8), tmp_path / "more", *sized(125, 4))
-    left_nothing(more, 2, "rank 125 exceeds full size", tmp_path / "more")
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Also those that change with the length, and those with an attention factor."""
@@ -173,34 +165,6 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
     ok(convert("mla", source, tmp_path / "out", *full(source, Row("llama", MODEL_TYPE))))
     for length in (12, 60):
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
-        ("olmo", {"clip_qkv": 0.0}, "clip_qkv is 0.0"),
-        ("mpt", {"attn_config": {"clip_qkv": -1.0}}, "attn_config.clip_qkv is -1.0"),
-        ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
-    ],
-)
-def test_what_it_does_not_do_is_refused_before_weights_are_read(
-    model_type: str, changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    source = made(checkpoint, model_type, **changes)
-    (source / "model.safetensors").unlink()
-    left_nothing(convert("mla", source, tmp_path / "out", *sized(24, 4)), 2, message, tmp_path / "out")
-
-
-def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    for model_type, size, message in (
-        ("gpt2", sized(24, 4), "has no RoPE, so it has no RoPE key of 4 dims"),
-        ("gpt_neox", sized(24, 0), "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
-        ("gpt_neox", ["--kv-lora-rank", 24, "--qk-rope-head-dim", 0], "where keys rotate, a RoPE key needs at least 2"),
-        ("gpt2", ["--kv-lora-rank", 65], "rank 65 exceeds full size"),
-    ):
-        out = tmp_path / "out"
-        left_nothing(convert("mla", made(checkpoint, model_type), out, *size), 2, message, out)
 
 
 @pytest.mark.parametrize(

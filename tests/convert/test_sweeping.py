@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run
+from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run, stop_at
 
 from convert import sweeping as module
 from convert.checkpoint.shelf import Shelf
@@ -169,18 +169,9 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     import convert.execute.weights as execute
 
     within, evaluating = (execute, "write_shard", 3), (module, "report_of", 1)
-    owner, name, count = within if place == "within one" else evaluating
-    function, left = getattr(owner, name), [count]
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise how
-        return function(*args, **kwargs)
-
     source, out, command = swept.source, tmp_path / "out", swept.command
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
+        stop_at(patch, *(within if place == "within one" else evaluating), how)
         stopped = convert("sweep", source, out, *command)
     assert stopped.exit_code == (1 if isinstance(how, OSError) else 130)
     assert ("No space left on device" if isinstance(how, OSError) else "interrupted") in stopped.stderr
@@ -224,7 +215,6 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[Any], str]] = {
-    "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
     "half a latent": (["--mla", "5+"], "invalid budget '5+'"),
     "two latents of one name": (
         ["--mla", "33.3333%,33.33333%", "--methods", "svd"], "two targets would both be named mla-33.3333%-svd"
@@ -235,7 +225,6 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
         "no method of this sweep has any use for --refine and --refit",
     ),
-    "no text to measure on": (["--evaluate", "missing"], "does not exist"),
 }  # fmt: skip
 
 
@@ -249,17 +238,6 @@ def test_mistakes_are_refused_before_any_work(
     given = [held_out[1] if argument == "TEXT" else argument for argument in arguments]
     refused(convert("sweep", source, tmp_path / "out", *held_out, *given), 2, message)
     assert not (tmp_path / "out").exists()
-
-
-def test_places_and_texts_that_cannot_be_used_are_refused(
-    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
-) -> None:
-    source, out, empty = checkpoint(), tmp_path / "out", tmp_path / "file"
-    empty.write_text(" \n")
-    refused(convert("sweep", source, empty, *held_out), 2, "which is not a directory")
-    refused(convert("sweep", source, source, *FEW, *held_out), 2, "lie inside each other")
-    refused(convert("sweep", source, out, *FEW, "--evaluate", empty), 1, "is empty")
-    assert not out.exists()
 
 
 def test_the_report_of_an_earlier_sweep_is_left_alone(

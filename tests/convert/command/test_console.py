@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,12 +13,18 @@ from convert.command.console import Bars, Lines, console
 from eval.terminal.progress import duration
 
 
-def test_a_long_stage_says_now_and_then_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def at(second: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it be so late."""
+    monkeypatch.setattr("convert.command.console.time", SimpleNamespace(monotonic=lambda: second))
+
+
+def test_a_long_stage_says_now_and_then_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """200 seconds: at most a line each 30."""
-    now = 0.0
-    lines = Lines(lambda: now)
+    lines = Lines()
     for second in range(201):
-        now = second
+        at(second, monkeypatch)
         lines("survey", second, 200, "layer")
     assert capsys.readouterr().err.splitlines() == [
         "survey: 200 layers",
@@ -30,12 +37,12 @@ def test_a_long_stage_says_now_and_then_what_is_left(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_what_an_earlier_run_has_done_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    lines = Lines(lambda: now)
+def test_what_an_earlier_run_has_done_is_no_speed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines()
+    at(0, monkeypatch)
     lines("heal", 0, 1000, "token")
     lines("heal", 900, 1000, "token")
-    now = 40.0
+    at(40, monkeypatch)
     lines("heal", 910, 1000, "token")
     assert capsys.readouterr().err.splitlines()[1:] == ["heal: 91%, about 6 minutes left"]
 

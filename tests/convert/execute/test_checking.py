@@ -25,7 +25,6 @@ from eval.quality.opened import Opened
 from eval.terminal.progress import silent
 
 Warned = Callable[[], list[str]]
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"calibration_tokens": 512, "calibration_context": 32}
 pytestmark = pytest.mark.usefixtures("writing")
 
@@ -45,8 +44,14 @@ def spoil(path: Path) -> None:
 
 def plan_of(source: Path, **changes: Any) -> Any:
     """As much of a plan as the check reads."""
-    target, request = SimpleNamespace(method=SimpleNamespace(text="used")), SimpleNamespace(accepts_any_loss=False)
-    given = {"calibration": None, "request": request, "seed": 0, "target": target, "rounding": None} | changes
+    target = SimpleNamespace(method=SimpleNamespace(text="used"), rounding=None)
+    given = {
+        "calibration": None,
+        "accepts_any_loss": False,
+        "seed": 0,
+        "target": target,
+        "runs_on": torch.device("cpu"),
+    } | changes
     return SimpleNamespace(source=Source.parse(str(source)), **given)
 
 
@@ -54,9 +59,7 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened
     source = checkpoint(tie_word_embeddings=False)
     tokens = tokenize(Text("t", "the quick brown fox " * 20), Source.parse(str(source)).tokenizer())
     sample = Sample.of(tokens, len(tokens.ids))
-    found = checked(
-        plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], CPU, tmp_path, silent, opened
-    )
+    found = checked(plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], tmp_path, silent, opened)
     assert found is not None
     own, given = found["texts"]
     assert (own["text"], own["tokens"], given["text"], given["tokens"]) == ("the source's own text", 8 * 128, "t", 400)
@@ -99,11 +102,11 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
     source, ruined = checkpoint(tie_word_embeddings=False), checkpoint(name="ruined", tie_word_embeddings=False)
     spoil(ruined)
     with pytest.raises(NotPublished, match=r"of the source's own text, the result loses \d+\.\d\d nats") as caught:
-        checked(plan_of(source), ruined, [], CPU, tmp_path, silent, opened)
+        checked(plan_of(source), ruined, [], tmp_path, silent, opened)
     assert caught.value.exit_code == 3
     assert "--resume --force" in str(caught.value.hint)
     assert warned() == []
-    found = checked(plan_of(source, request=SimpleNamespace(accepts_any_loss=True)), ruined, [], CPU, tmp_path, silent, opened)
+    found = checked(plan_of(source, accepts_any_loss=True), ruined, [], tmp_path, silent, opened)
     assert found is not None
     assert found["texts"][0]["loss_nats"] > 5
     (said,) = warned()

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from plans import grouped
 from written import Convert, Find, Make, ok
 
 from convert.execute.provenance import loading_of
-from convert.methods import load_grouped
 from convert.output.card import command_line, inherited_licence
 from convert.output.destination import Output
-from convert.planning.base import Request
-from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
 from eval.inputs.source import Source
 
 HOSTILE = "a\n```\n# b`|<img src=x>*c* [d](e) \x1b[31m\u202e_f_"
@@ -79,8 +76,7 @@ def test_an_evaluation_fills_the_card_and_warns_of_the_text_that_was_fitted(fini
 
 @pytest.mark.parametrize(("head_dim", "blocks"), [(32, True), (16, False)])
 def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int, blocks: bool, shelf: Make) -> None:
-    source = Source.parse(str(shelf(head_dim=head_dim)))
-    plan = plan_grouped(Request(source, Output(Path("out")), CalibrationOptions(), "cpu"), "gqa", 2, load_grouped("mean"))
+    plan = grouped(Source.parse(str(shelf(head_dim=head_dim))), Output(Path("out")))
     remarks = loading_of(plan.target.host, plan.family, plan.target.spec)["remarks"]
     assert "vllm stores the cache in fp8 with `--kv-cache-dtype fp8` (not tried)." in remarks
     stored = "q8_0 with `-fa on -ctk q8_0 -ctv q8_0`, or in q4_0 with `-fa on -ctk q4_0 -ctv q4_0`."

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rows import rows
-from written import Convert, Logits, Make, layer_notes, ok, read, refused, same_but_for_the_run, silence, weights
+from written import Convert, Logits, Make, layer_notes, ok, read, refused, same_but_for_the_run, silence, stop_at, weights
 
 from convert.calibration.refine import _TOLERATED
 from convert.calibration.stream import LayerStream
@@ -110,17 +110,9 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     owner: type, name: str, count: int, shelf: Make, convert: Convert, on: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    source, options, left, made = shelf(), ["--groups", 2, *on, "--refine", 3], [count], []
-    function, put = getattr(owner, name), Shelf.put
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return function(*args, **kwargs)
-
+    source, options, made, put = shelf(), ["--groups", 2, *on, "--refine", 3], [], Shelf.put
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
+        stop_at(patch, owner, name, count, KeyboardInterrupt())
         assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
     there = {path.name for path in (tmp_path / "out.partial" / "steps").glob("layer-*.safetensors")}
     again: list[LayerStream] = []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from latents import SMALL, method_options
 from rows import rows
 from safetensors.torch import load_file
-from written import Convert, Find, Logits, Make, damage, left_nothing, ok, read, weights
+from written import Convert, Find, Logits, Make, damage, left_nothing, ok, read, stop_at, weights
 
 from convert.execute import weights as writer
 from convert.methods import LATENT
@@ -54,29 +53,15 @@ def test_weights_that_are_not_finite_are_named(
     left_nothing(result, 1, f"tensor {name} holds NaN or infinite values", tmp_path / "out")
 
 
-def test_weights_that_overflow_when_they_are_written_are_named(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.q_proj.weight"
-    source = damage(checkpoint(), lambda tensors: tensors[name].mul_(3.3e38 / tensors[name].abs().max()))
-    result = convert("mla", source, tmp_path / "out", *SMALL)  # queries are scaled by √(16 / 8)
-    left_nothing(result, 1, f"tensor {name}", tmp_path / "out")
-
-
 # ---- no room ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_without_memory_leaves_the_work_for_resume(
     shelf: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, fill, left = ("gqa", shelf(), tmp_path / "out", "--groups", 2, "--max-shard-size", "20KB"), writer._fill, [3]
-
-    def fills_up(*arguments: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return fill(*arguments)
-
+    command = "gqa", shelf(), tmp_path / "out", "--groups", 2, "--max-shard-size", "20KB"
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_fill", fills_up)
+        stop_at(patch, writer, "_fill", 3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
         result = convert(*command)
     assert result.exit_code == 1
     assert "error: no memory left on cpu: CUDA out of memory. Tried to allocate 2.00 GiB." in result.stderr

@@ -208,15 +208,3 @@ def test_blocks_are_those_of_the_calibration_or_parts_of_them(shelf: Make, spoke
     tokens = Tokens("t", torch.arange(7 * 601 + 5), 0, 0.0, None)
     cut = closing._blocks(tokens, 601, 300).ids.view(-1, 300)
     assert cut[:, 0].tolist() == [601 * row + start for row in range(7) for start in (0, 300)]
-
-
-def test_a_sweep_that_resumes_heals_what_it_has_not(shelf: Make, spoken: str, tmp_path: Path) -> None:
-    def swept(**given: Any) -> list[Any]:
-        sizes = {"calibration_tokens": 256, "calibration_context": 32}
-        texts = {"text": [spoken], "evaluate": [spoken[:400]]}
-        sweep(shelf(), tmp_path / "all", groups=[2], methods=["aligned"], **texts, **sizes, **given)
-        return [healing(path) for path in (tmp_path / "all").iterdir() if (path / "conversion.json").exists()]
-
-    assert swept() == [None]
-    (found,) = swept(heal=512, resume=True, overwrite=True)
-    assert found["tokens"] == 512

@@ -90,16 +90,6 @@ def test_pickled_weights_and_stacked_experts(shelf: Callable[..., Path], planned
         planned(tmp_path / "mqa")
 
 
-def test_an_output_that_exists(converted: Path, text: Path, sizes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="lie inside each other"):
-        heal(converted, converted / "out", text=text, **sizes)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    for how, says in (({}, "exists already"), ({"overwrite": True}, "has no conversion.json of kvfold")):
-        with pytest.raises(Refusal, match=says):
-            heal(converted, tmp_path / "out", text=text, **how, **sizes)
-
-
 def test_rates_are_tried_where_a_fifth_of_the_steps_suffices(results: Results, planned: Callable[..., Any]) -> None:
     given = {"lr": "auto", "batch_tokens": 16}
     few, enough = (planned(results("mla"), tokens=16 * steps, **given) for steps in (149, 150))

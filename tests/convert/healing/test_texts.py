@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,20 @@ def tokens(count: int) -> Tokens:
     return Tokens("a text", torch.arange(count), count, 1.0, None)
 
 
+def cut(
+    *texts: Tokens, batch: int = 1, wanted: int = 10**6, context: int = 4, limit: int = 4, judged: Tokens | None = None
+) -> TrainingText:
+    """Texts in blocks, of four tokens unless another number is given: too short for anything to come back in them."""
+    plan: Any = SimpleNamespace(context=context, tokens=wanted, batch=batch, retrieval_limit=limit)
+    return TrainingText.of(plan, texts, judged)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 400), st.integers(1, 5), st.integers(1, 10**6))
 def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wanted: int) -> None:
     if blocks < batch + 1 + blocks // 8:
         return
-    text = TrainingText.of([tokens(blocks * 4 + 3)], 4, wanted, batch)
+    text = cut(tokens(blocks * 4 + 3), batch=batch, wanted=wanted)
     assert sorted(torch.cat((text.parts[0], text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert len(text.held_out) == max(1, blocks // 8)  # these blocks are so short that all of them are 2048 tokens at most
@@ -51,14 +60,14 @@ def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: in
 
 
 def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
-    text = TrainingText.of([tokens(40), tokens(20)], 4, 10**6, 1, replace(tokens(13), ids=100 + torch.arange(13)))
+    text = cut(tokens(40), tokens(20), judged=replace(tokens(13), ids=100 + torch.arange(13)))
     assert [part.tolist() for part in text.parts] == [list(range(10)), list(range(10, 15))]
     assert text.blocks[text.held_out, 0].tolist() == [100, 104, 108]
     assert text.tokens.name == "a text and a text"
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
-    text = TrainingText.of([tokens(4 * 11)], 4, 10**6, 1)
+    text = cut(tokens(4 * 11))
     assert len(text.parts[0]) == 10
     order = text.order(30, seed=5).tolist()  # three passes
     passes = [order[start : start + 10] for start in (0, 10, 20)]
@@ -71,7 +80,7 @@ def test_every_pass_sees_every_block_once_in_another_order() -> None:
 
 def test_several_texts_are_cut_and_held_out_apart() -> None:
     first, second = tokens(4 * 11 + 3), Tokens("another", 1000 + torch.arange(4 * 4), 16, 1.0, None)
-    text = TrainingText.of([first, second], 4, 10**6, 2)
+    text = cut(first, second, batch=2)
     assert text.tokens.name == "a text and another"
     assert text.blocks.shape == (15, 4)
     assert [len(part) for part in text.parts] == [10, 3]
@@ -82,14 +91,14 @@ def test_several_texts_are_cut_and_held_out_apart() -> None:
     assert not set(drawn.tolist()) & set(text.held_out.tolist())
     assert text.passes(21, 2) == 7
     with pytest.raises(Failure, match="a text and another has 15 blocks of 4 tokens; a step takes 14, beside 2 held out"):
-        TrainingText.of([first, second], 4, 10**6, 14)
+        cut(first, second, batch=14)
     with pytest.raises(Failure, match="another has 1 blocks of 4 tokens, too few to hold one out"):
-        TrainingText.of([first, Tokens("another", torch.arange(4), 4, 1.0, None)], 4, 10**6, 1)
+        cut(first, Tokens("another", torch.arange(4), 4, 1.0, None))
 
 
 def test_a_text_shorter_than_a_step_is_named() -> None:
     with pytest.raises(Failure, match=r"a text has 4 blocks of 4 tokens; a step takes 4, beside 1 held out") as error:
-        TrainingText.of([tokens(17)], 4, 10**6, 4)
+        cut(tokens(17), batch=4)
     assert "--batch-tokens" in str(error.value.hint)
 
 
@@ -137,11 +146,11 @@ def test_texts_that_cannot_be_trained_on_are_refused(
 
 def test_every_other_block_retrieves_over_all_positions() -> None:
     """Of those to train on, and of those to judge by."""
-    plain = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1)
-    text = TrainingText.of([tokens(40 * 64)], 64, 10**6, 1, retrieval_limit=4096)
+    plain = torch.arange(40 * 64).view(40, 64)
+    text = cut(tokens(40 * 64), context=64, limit=4096)
     skipping = (text.positions != torch.arange(64)).any(1)
-    assert torch.equal(text.blocks[~skipping], plain.blocks[~skipping])
-    assert (text.blocks[skipping] != plain.blocks[skipping]).any(1).all()
+    assert torch.equal(text.blocks[~skipping], plain[~skipping])
+    assert (text.blocks[skipping] != plain[skipping]).any(1).all()
     for part in (*text.parts, text.held_out):
         assert int(skipping[part].sum()) in (len(part) // 2, len(part) // 2 - 1)
     assert 2000 < int(text.positions.max()) < 4096

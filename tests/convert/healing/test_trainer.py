@@ -22,7 +22,8 @@ from eval.inputs.text import Tokens
 
 def text(vocabulary: int = 96) -> TrainingText:
     ids = torch.randint(4, vocabulary, (16 * 40,), generator=torch.Generator().manual_seed(2))
-    return TrainingText.of([Tokens("random", ids, len(ids), 1.0, None)], 16, 10**6, 4)
+    plan: Any = SimpleNamespace(context=16, tokens=10**6, batch=4, retrieval_limit=16)
+    return TrainingText.of(plan, [Tokens("random", ids, len(ids), 1.0, None)])
 
 
 def trainer(student: Any, teacher: Any, directory: Path, micro_batch: int = 2) -> HealingTrainer:

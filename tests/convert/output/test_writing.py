@@ -423,9 +423,9 @@ def test_a_damaged_directory_is_made_again(part: str, kind: str, tmp_path: Path)
 def checked(out: Path, source: Path | None = None) -> list[str]:
     """What is said of an OUTPUT without a flag, with --resume and with --overwrite."""
     said = []
-    for flags in ((False, False), (False, True), (True, False)):
+    for given in (Output(out), Output(out, resume=True), Output(out, overwrite=True)):
         try:
-            check_output(out, source, *flags)
+            check_output(given, source)
         except Refusal as refusal:
             said.append(str(refusal))
     return said

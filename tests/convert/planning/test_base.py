@@ -11,19 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from plans import factored, grouped
 from written import Make, damage, edit
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
-from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
 from convert.planning.allowed import convertible, readable
-from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions, GivenTexts
 from convert.planning.describe import inspection
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.loading import load
 from eval.inputs.source import Source
@@ -31,15 +27,7 @@ from eval.inputs.source import Source
 Sources = Callable[..., Source]
 OWN = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
-
-
-def mla(source: Source, output: Output, text: CalibrationOptions | None = None) -> Plan:
-    request = Request(source, output, text or CalibrationOptions(), "cpu")
-    return plan_latent(request, LatentSize(24, 8), load_latent("weighted"))
-
-
-def grouped(source: Source, output: Output, command: str = "gqa", groups: int = 2) -> Plan:
-    return plan_grouped(Request(source, output, CalibrationOptions(), "cpu"), command, groups, load_grouped("mean"))
+SIZE = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 
 
 # ---- what a plan says ----------------------------------------------------------------------------------------------
@@ -49,13 +37,12 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
     source()
-    found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe.as_dict()
+    output = Output(Path("out"), "bfloat16", 123_000_000)
+    found = factored(Source.parse("source"), output, "weighted", TEXT, **SIZE).recipe
     assert found == {
-        "mla": {
-            "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
-            "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
-            "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
-        }
+        "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
+        "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
+        "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
     }  # fmt: skip
     assert json.loads(json.dumps(found)) == found
 
@@ -65,12 +52,12 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     [(5 * 10**9, "5GB"), (20_000, "20KB"), (1, "1B"), (1_000_001, "1000001B"), (1_500_000_000, "1500MB"), (10**12, "1000GB")],
 )
 def test_the_size_of_shards_is_exact(size: int, text: str, source: Sources, output: Output) -> None:
-    plan = grouped(source(), Output(output.path, max_shard_size=size), "mqa", 1)
-    assert plan.recipe.options["max_shard_size"] == text
+    plan = grouped(source(), Output(output.path, max_shard_size=size), 1, "mqa")
+    assert plan.recipe["max_shard_size"] == text
 
 
 def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
-    plan = mla(source(), Output(output.path, "bfloat16"), TEXT)
+    plan = factored(source(), Output(output.path, "bfloat16"), "weighted", TEXT, **SIZE)
     found = plan.as_dict()
     assert json.loads(json.dumps(found)) == found
     expected = {
@@ -96,13 +83,15 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
         ({"model_type": "chatglm", "auto_map": OWN}, "model type 'chatglm' cannot be read: its class is code of its own"),
         ({"model_type": "t5"}, "is an encoder–decoder (model type 't5'): its decoder attends to an encoder's states, too"),
         ({"model_type": "mllama", "text_config": {}}, "model type 'mllama' cannot be read: layer 3 has no attention like"),
+        ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
+        ({"per_layer_config": {"0": {"intermediate_size": 16}}}, "has layers with settings of their own (per_layer_config)"),
     ],
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str, source: Sources) -> None:
     path = edit(Path(source().reference), **changes)
     for trusting in (False, True):
         with pytest.raises(Refusal) as caught:
-            readable(Source.parse(str(path), trusting))
+            _ = readable(Source.parse(str(path), trusting)).spec
         assert message in f"{caught.value} {caught.value.hint}"
 
 
@@ -162,7 +151,7 @@ def test_what_cannot_be_refitted_is_remarked(
     model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources, output: Output
 ) -> None:
     text = replace(TEXT, refit=refit, refine=0, heal=0)
-    plan = plan_grouped(Request(source(model_type, **changes), output, text, "cpu"), "gqa", 2, load_grouped("aligned"))
+    plan = grouped(source(model_type, **changes), output, method="aligned", text=text)
     assert [said for said in plan.notes if said.startswith(HIDDEN)] == ([] if note is None else [note])
 
 
@@ -176,8 +165,7 @@ def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = 
     text = CalibrationOptions(
         texts_of([given] if isinstance(given, str) else given, None), **{"tokens": 256, "context": 32} | options
     )
-    request = Request(Source.parse(str(source)), Output(source.with_name("out")), text, "cpu")
-    plan = plan_grouped(request, "gqa", groups, load_grouped(method))
+    plan = grouped(Source.parse(str(source)), Output(source.with_name("out")), groups, method=method, text=text)
     assert plan.calibration is not None
     return plan.inputs(GivenTexts.read(plan.source, plan.calibration).hashes)
 

@@ -12,13 +12,7 @@ import pytest
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
 from convert.planning.allowed import convertible
-from convert.planning.calibration import (
-    Calibration,
-    CalibrationOptions,
-    CalibrationText,
-    GivenTexts,
-    calibration_for,
-)
+from convert.planning.calibration import Calibration, CalibrationOptions, CalibrationText, GivenTexts, calibration_for
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
@@ -108,22 +102,6 @@ def test_without_skips_a_block_shows_all_distances(source: Sources) -> None:
     assert (found.max_context, found.retrieval_limit) == (50, 50)
     with pytest.raises(Refusal, match="positions of this model cannot skip, and no block of 50 tokens shows"):
         decided(windowed, texts=TEXT, context=50, max_context=60)
-
-
-def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some.txt").touch()
-    found = Calibration(TEXT, 500, 50, False, 3, 50, heal=64)
-    options = {"calibration_tokens": 500, "calibration_context": 50, "refit": False, "refine": 3, "heal": 64}
-    assert found.as_options() == {"text": "some.txt"} | options
-    assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
-    assert (found.refit, found.refine, found.heal) == (False, 3, 64)
-    of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, True, 0, 50)
-    assert of_a_program.as_recipe()["strings"] == "3"
-    named = Calibration(texts_of(None, "wikitext"), 500, 50, True, 0, 50)
-    expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True, "heal": 0}
-    assert named.as_options() == named.as_recipe() == expected
-    assert (named.refit, named.refine, named.heal) == (True, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import factored, grouped
 from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
@@ -17,19 +18,9 @@ from convert.execute.conversion import Conversion, PlannedConversion, _check_lin
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
-from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.describe import (
-    capacity,
-    inspection,
-    support,
-    support_text,
-)
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
+from convert.planning.describe import capacity, inspection, support, support_text
 from convert.planning.texts import texts_of
 from convert.sweeping import plans_text
 from eval.inputs.source import Source
@@ -180,24 +171,16 @@ def test_support_has_a_row_for_each_family_and_a_reason_for_each_gap() -> None:
     assert "kvfold: loads in transformers, with kvfold's code; where kvfold is installed, vLLM 0.32" in " ".join(shown.split())
 
 
-def merged(source: Source, output: Output) -> Plan:
-    return plan_grouped(Request(source, output, CalibrationOptions(), "cpu"), "gqa", 2, load_grouped("mean"))
-
-
-def factored(source: Source, output: Output, size: LatentSize) -> Plan:
-    return plan_latent(Request(source, output, CalibrationOptions(), "cpu"), size, load_latent("svd"))
-
-
 def test_plans_in_words(source: Sources, output: Output) -> None:
-    latent = factored(source("deepseek_v3"), Output(output.path, "bfloat16"), LatentSize(12, 8))
+    latent = factored(source("deepseek_v3"), Output(output.path, "bfloat16"), kv_lora_rank=12, qk_rope_head_dim=8)
     text = str(PlannedConversion(latent)).splitlines()
     assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
     assert text[1] == "steps: svd → scale → cast to bfloat16"
     assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
-    grouped = merged(source(), output)
-    assert str(Conversion(grouped, {})).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
-    table = plans_text([grouped, latent])
+    heads = grouped(source(), output)
+    assert str(Conversion(heads, {})).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
+    table = plans_text([heads, latent])
     assert "GQA-2" in table
     assert "MLA-12+8" in table
 
@@ -219,20 +202,20 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
         assert found["targets"][0]["kv_bytes"] == 2 * (2 * min(19, context) + context) * row
         assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
         assert ("notes" in found) == (context > 19)
-    grouped = merged(made, output)
-    text = str(PlannedConversion(grouped)).splitlines()
+    heads = grouped(made, output)
+    text = str(PlannedConversion(heads)).splitlines()
     assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
     assert NOTE in text
-    assert (grouped.as_dict()["kv_bytes_per_token_after"], grouped.as_dict()["kv_context"]) == (166, 128)
-    assert "KV bytes/token at 128 tokens" in plans_text([grouped])
+    assert (heads.as_dict()["kv_bytes_per_token_after"], heads.as_dict()["kv_context"]) == (166, 128)
+    assert "KV bytes/token at 128 tokens" in plans_text([heads])
     # A share of each layer, as without windows; bytes are those of all positions.
     whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
     for share in (0.5, 0.25):
-        specs = [factored(one, output, LatentSize(kv_share=share)).target.spec for one in (made, whole)]
+        specs = [factored(one, output, kv_share=share).target.spec for one in (made, whole)]
         assert (specs[0].kv_lora_rank, specs[0].windows) == (specs[1].kv_lora_rank, (20, None, 20))
-    assert factored(made, output, LatentSize(kv_bytes=166)).target.spec.bytes_per_token("float32", 128) <= 166
+    assert factored(made, output, kv_bytes=166).target.spec.bytes_per_token("float32", 128) <= 166
     with pytest.raises(Refusal, match=r"of 333 bytes per token exceeds the 332 of .* at 128 tokens: nothing to save"):
-        factored(made, output, LatentSize(kv_bytes=333))
+        factored(made, output, kv_bytes=333)
 
 
 def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Output) -> None:
@@ -245,8 +228,7 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
         (4, None, CalibrationOptions(), None),
     ]
     for groups, dtype, given, line in ways:
-        request = Request(made, replace(output, dtype=dtype), given, "cpu")
-        plan = plan_grouped(request, "gqa", groups, load_grouped("aligned"))
+        plan = grouped(made, replace(output, dtype=dtype), groups, method="aligned", text=given)
         assert [said for said in str(PlannedConversion(plan)).splitlines() if said.startswith("steps")] == (
             [line] if line else []
         )
@@ -254,20 +236,6 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
 
 
 # ---- by commands ---------------------------------------------------------------------------------------------------
-
-
-def test_plan_reads_only_the_config_and_sizes_every_target(source: Sources, convert: Convert) -> None:
-    path = source(num_key_value_heads=8).reference
-    facts = json.loads(convert("plan", path, "--json", "--batch", 3, "--context", 10, "--gpu", "tiny one=0.001").stdout)
-    grouped = facts["targets"][:4]
-    assert [row["kind"] for row in grouped] == ["MHA", "GQA-4", "GQA-2", "MQA"]
-    assert [row["kv_bytes"] for row in grouped] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
-    mha = facts["targets"][0]
-    room = 0.9 * 0.001 * 1e9 - mha["weight_bytes"]
-    assert mha["longest_context"] == {"tiny one": int(room // (3 * mha["kv_bytes_per_token"]))}
-    shown = convert("plan", path, "--dtype", "bfloat16").stdout
-    assert "RTX 4090 24 GB" in shown
-    assert "| MHA (source) |" in shown
 
 
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:

@@ -3,53 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from plans import TEXT, grouped
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert.methods import load_grouped
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
-from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
 from convert.planning.targets import GroupedTarget
-from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions(texts_of("some.txt", None))
-
-
-def planned(
-    source: Source, output: Output, groups: int = 2, command: str = "gqa", method: str = "mean", **changes: Any
-) -> Plan:
-    request = Request(source, output, changes.pop("calibration", CalibrationOptions()), "cpu", 7)
-    return plan_grouped(request, command, groups, load_grouped(method), **changes)
 
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
     made = source()
-    plan = planned(made, output)
+    plan = grouped(made, output, seed=7)
     found = plan.target
     assert isinstance(found, GroupedTarget)
     assert (plan.source, plan.output, plan.seed, plan.calibration, plan.notes) == (made, output, 7, None, ())
     assert (plan.before, found.spec) == (AttentionSpec(3, 8, 4, 8), AttentionSpec(3, 8, 2, 8))
-    assert (found.command, plan.recipe.command, plan.recipe.options["groups"]) == ("gqa", "gqa", 2)
-    one = planned(made, output, 1, "mqa").recipe
-    assert (one.command, "groups" in one.options) == ("mqa", False)
+    assert (found.command, plan.recipe["groups"]) == ("gqa", 2)
+    one = grouped(made, output, 1, "mqa")
+    assert (one.target.command, "groups" in one.recipe) == ("mqa", False)
     assert plan.applied_method == "mean"
 
 
 def test_as_many_groups_as_heads_is_a_copy(source: Sources, output: Output) -> None:
-    plan = planned(source(), output, 4)
+    plan = grouped(source(), output, 4)
     assert plan.target.copies
     assert plan.applied_method is None
     assert plan.notes == ("4 KV heads are what the source has: every tensor is copied bit for bit, unchanged",)
-    cast = planned(source(), Output(output.path, "bfloat16"), 4)
+    cast = grouped(source(), Output(output.path, "bfloat16"), 4)
     assert cast.notes == ("4 KV heads are what the source has: every tensor is cast to bfloat16 and otherwise unchanged",)
-    calibrated = planned(source(), output, 4, method="aligned", calibration=TEXT)
+    calibrated = grouped(source(), output, 4, method="aligned", text=TEXT)
     assert calibrated.calibration is None
     assert calibrated.notes[1:] == ("the calibration text is not used",)
 
@@ -66,29 +53,15 @@ def test_as_many_groups_as_heads_is_a_copy(source: Sources, output: Output) -> N
 def test_norms_of_keys_are_remarked(
     model_type: str, method: str, inexact: bool, costs: bool, source: Sources, output: Output
 ) -> None:
-    notes = planned(source(model_type), output, method=method).target.notes
+    notes = grouped(source(model_type), output, method=method).target.notes
     assert any(note.startswith("inexact: keys are normalised with gains per head") for note in notes) == inexact
     assert any("normalised, which costs in this class; gqa --class kvfold" in note for note in notes) == costs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"groups": 3}, "cannot make 3 groups from 4 KV heads: 3 does not divide 4 (choose 1, 2 or 4)"),
-        ({"groups": 0}, "cannot make 0 groups from 4 KV heads: it must be between 1 and 4 (choose 1, 2 or 4)"),
-        ({"groups": 16}, "cannot make 16 groups from 4 KV heads: it must be between 1 and 4 (choose 1, 2 or 4)"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str, source: Sources, output: Output) -> None:
-    with pytest.raises(Refusal) as caught:
-        planned(source(), output, **arguments)
-    assert message in str(caught.value)
 
 
 def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None:
     for groups, command in ((4, "gqa"), (1, "mqa")):
         with pytest.raises(Refusal, match=r"MLA-16\+8 has a latent and no KV heads to merge") as caught:
-            planned(source("deepseek_v3"), output, groups, command)
+            grouped(source("deepseek_v3"), output, groups, command)
         assert caught.value.hint is not None
         assert "`convert mla` makes a smaller latent" in caught.value.hint
 
@@ -97,8 +70,8 @@ def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None
 def test_projections_that_are_clamped_are_averaged_alone(model_type: str, source: Sources, output: Output) -> None:
     made = source(model_type, clip_qkv=0.5)
     with pytest.raises(Refusal, match=r"are clamped to 0\.5 \(clip_qkv in config.json\), and method aligned") as caught:
-        planned(made, output, method="aligned")
+        grouped(made, output, method="aligned")
     assert "--method mean or first" in str(caught.value.hint)
-    assert planned(made, output).target.spec.num_kv_heads == 2
-    assert planned(made, output, groups=4, method="aligned").target.copies
-    assert planned(source(model_type), output, method="aligned").applied_method == "aligned"
+    assert grouped(made, output).target.spec.num_kv_heads == 2
+    assert grouped(made, output, groups=4, method="aligned").target.copies
+    assert grouped(source(model_type), output, method="aligned").applied_method == "aligned"

@@ -7,42 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plans import TEXT, factored
 
 from attention.errors import Refusal
 from attention.formats import FORMATS as FORMAT
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
-from convert.methods import load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
-from convert.planning.bounds import LatentBounds
-from convert.planning.budget import FORMATS
-from convert.planning.calibration import CalibrationOptions
-from convert.planning.latent import plan_latent
-from convert.planning.sizes import LatentSize
+from convert.planning.budget import FORMATS, LatentBounds
 from convert.planning.targets import LatentTarget
-from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions(texts_of("some.txt", None))
-
-
-def planned(source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, **size: Any) -> Plan:
-    request = Request(source, output, text or CalibrationOptions(), "cpu", 7)
-    return plan_latent(request, LatentSize(**size), load_latent(method))
 
 
 def target(*args: Any, **size: Any) -> LatentTarget:
-    found = planned(*args, **size).target
+    found = factored(*args, **size).target
     assert isinstance(found, LatentTarget)
     return found
 
 
 def refused(*args: Any, **size: Any) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        planned(*args, **size)
+        factored(*args, **size)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -52,7 +40,7 @@ def refused(*args: Any, **size: Any) -> Refusal:
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
     made = source()  # 4 KV heads × 8, width 64
-    plan = planned(made, output, kv_lora_rank=16, qk_rope_head_dim=8)
+    plan = factored(made, output, seed=7, kv_lora_rank=16, qk_rope_head_dim=8)
     found = plan.target
     assert isinstance(found, LatentTarget)
     assert (plan.source, plan.output, plan.seed, plan.calibration) == (made, output, 7, None)
@@ -72,6 +60,7 @@ def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
     assert bounds.full_rank(32) == 32
     narrow = bounds_of(source(hidden_size=24))
     assert narrow.full_rank(8) == 24, "the width of the model, where that is less"
+    assert bounds_of(source("qwen3", num_key_value_heads=8)).full_rank(4) == 124, "but for keys behind their norm"
     mixed = bounds_of(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128))
     assert mixed.full_rank(8) == 64, "layers without positions have all of their keys in the latent"
 
@@ -117,14 +106,14 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
 def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> None:
     made = source("deepseek_v3")  # MLA-16+8
     for method, text in (("svd", None), ("weighted", TEXT), ("pca", TEXT)):
-        plan = planned(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
+        plan = factored(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
         assert plan.target.copies
         assert plan.target.spec == plan.before == AttentionSpec(3, 8, 8, 10, 16, 8, 12)
         assert plan.calibration is None
         assert plan.applied_method is None
         expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
         assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.target.config(made.raw, plan.family, plan.target.spec, None) == made.raw
+        assert plan.plain_config(plan.target.spec, None) == made.raw
 
 
 @pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
@@ -132,14 +121,15 @@ def test_a_smaller_latent_is_planned_like_any_other(
     rank: int, rope: int, nope: int, full: int, source: Sources, output: Output
 ) -> None:
     made = source("deepseek_v3")
-    found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    plan = factored(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    found = plan.target
+    assert isinstance(found, LatentTarget)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
     family = family_of("deepseek_v3").of(made.config)
     assert LatentBounds(made, family, HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
-    kept = family.rotary(0).select(list(range(rope // 2)), "interleaved")
-    config = found.config(made.raw, family, found.spec, kept)
+    config = plan.plain_config(found.spec, range(rope // 2))
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
 
 
@@ -172,24 +162,24 @@ def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
 @pytest.mark.parametrize("share", [0.2, 0.35])
 def test_a_budget_is_counted_in_the_format(form: str | None, share: float, source: Sources, output: Output) -> None:
     made = source(num_hidden_layers=2, head_dim=32)
-    plan = planned(made, output, kv_share=share, cache_dtype=form)
+    plan = factored(made, output, kv_share=share, cache_dtype=form)
     spec, budget = plan.target.spec, share * plan.before.bytes_per_token(made.dtype)
     held = spec.bytes_per_token(plan.cache_dtype)
     assert plan.cache_dtype == (form or made.dtype)
     assert held <= budget
     assert held > 0.7 * budget or spec.qk_rope_head_dim == 4 * 32  # all that the source has
     assert plan.as_dict()["kv_bytes_per_token_after"] == held
-    assert plan.recipe.options.get("cache_dtype") == form
+    assert plan.recipe.get("cache_dtype") == form
 
 
 @pytest.mark.parametrize(("form", "kept"), [("q8_0", 320), ("q4_0", 200), ("int4", 60)])
 def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept: int, source: Sources, output: Output) -> None:
-    spec = planned(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
+    spec = factored(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
     assert spec.bytes_per_token(form) <= kept
     refusal = refused(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
     least = int(str(refusal.hint).split()[3])
     assert 30 < least <= spec.bytes_per_token(form)
-    planned(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
+    factored(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
 
 
 def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output: Output) -> None:
@@ -207,7 +197,7 @@ def test_a_budget_has_a_format_by_rule(
     """The first of its row that the engine stores, and that a portable result can have."""
     given = dict(changes)
     where, share = replace(output, engine=given.pop("engine", None)), above or 0.1
-    plan = planned(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
+    plan = factored(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
     stored = [form for form in formats if not (changes and FORMAT[form].classes)]
     form = next(form for form in stored if not where.engine or form.startswith("q"))
     assert plan.cache_dtype == form
@@ -217,7 +207,7 @@ def test_a_budget_has_a_format_by_rule(
 
 
 def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sources, output: Output) -> None:
-    plan = planned(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
+    plan = factored(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
     assert plan.cache_dtype == "float32"
     assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
@@ -237,7 +227,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, {"kv_lora_rank": 1, "qk_rope_head_dim": 8}, "a latent of rank 1 holds nothing: deepseek_v3 needs 1"),
     ("llama", {}, {"kv_share": 1.01}, "exceeds the 768 of"),
     ("llama", {}, {"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
-    ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "use --kv-lora-rank 33, or --pad-rank for channels of zeros"),
+    ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "with 1 constant channel(s) of deepseek_v3 makes 33"),
     ("llama", {}, {"kv_lora_rank": 15, "qk_rope_head_dim": 8, "cache_dtype": "int4"},
      "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"),
     ("llama", {}, SMALL | {"portable": True, "cache_dtype": "mixed"}, "a portable result cannot be made for mixed: its norm"),
@@ -253,6 +243,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
      {"kv_lora_rank": 33, "qk_rope_head_dim": 26}, "of each key's 8 dims only 6 have RoPE, which makes 24"),
     ("phimoe", {}, {"kv_lora_rank": 10**6, "qk_rope_head_dim": 3}, "does not have Llama's decoder blocks"),
+    ("olmo", {"clip_qkv": 0.0}, SMALL, "clip_qkv is 0.0"),
+    ("mpt", {"attn_config": {"clip_qkv": -1.0}}, {"kv_lora_rank": 16}, "attn_config.clip_qkv is -1.0"),
+    ("gpt2", {}, SMALL, "has no RoPE, so it has no RoPE key of 8 dims"),
+    ("gpt2", {}, {"kv_lora_rank": 65}, "rank 65 exceeds full size"),
     ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
     ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
     ("deepseek_v3", {}, {"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and"),
@@ -272,6 +266,6 @@ def test_sizes_that_do_not_fit_are_refused(
     output = replace(output, engine=size.pop("engine", None))
     method, text = ("weighted", TEXT) if "portable" in size or size.get("cache_dtype") == "auto" else ("svd", None)
     with pytest.raises(Refusal) as caught:
-        planned(source(model_type, **changes), output, method, text, **size)
+        factored(source(model_type, **changes), output, method, text, **size)
     assert message in f"{caught.value} {caught.value.hint}"
     assert "\n" not in str(caught.value)

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from plans import factored, grouped
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.calibrated import Calibrated
 from attention.models.configuration_kvfold import KvfoldConfig
-from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
-from convert.planning.base import Plan, Request
+from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
 from convert.planning.positions import limited
-from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
@@ -46,16 +43,12 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, method: str = "weighted", **size: Any) -> Plan:
-    latent = LatentSize(**({"kv_lora_rank": 16, "qk_rope_head_dim": 4} | size))
-    return plan_latent(Request(source, output, text, "cpu"), latent, load_latent(method))
+    return factored(source, output, method, text, **({"kv_lora_rank": 16, "qk_rope_head_dim": 4} | size))
 
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    rotary = plan.family.of(plan.source.config).first_rotary
-    assert rotary is not None
-    kept = rotary.select(pairs, "interleaved")
-    return plan.target.config(plan.source.raw, plan.family, plan.target.spec, kept), plan.config(plan.target.spec, kept)
+    return plan.plain_config(plan.target.spec, pairs), plan.config(plan.target.spec, pairs)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -148,10 +141,10 @@ def test_a_result_says_where_it_is_calibrated_for_less(case: str, source: Source
 
 def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> None:
     """Fewer heads keep all of their RoPE; a decoder inside another model has the number."""
-    grouped = plan_grouped(Request(source(), output, TEXT, "cpu"), "gqa", 2, load_grouped("aligned"))
-    assert grouped.calibrated is None
-    spec = grouped.target.spec
-    assert grouped.config(spec, None) == grouped.target.config(grouped.source.raw, grouped.family, spec, None)
+    heads = grouped(source(), output, method="aligned", text=TEXT)
+    assert heads.calibrated is None
+    spec = heads.target.spec
+    assert heads.config(spec, None) == heads.plain_config(spec, None)
     inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
     around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
     assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
