@@ -20,10 +20,11 @@ from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP, InputNorm
 from convert.families.names import NameTable
+from convert.families.projections import PARTS
 from convert.families.reading.found import Found, Reading
 from convert.families.reading.twin import Call, Twin, computed, kinds, near
 from convert.families.separate import NormRow
-from convert.families.stacked import BY_KV_HEAD, BY_PART, PARTS, RowOrder
+from convert.families.stacked import BY_KV_HEAD, BY_PART, RowOrder
 
 
 class Unread(Exception):

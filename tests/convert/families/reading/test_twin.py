@@ -12,6 +12,7 @@ from tiny import switched, tiny_config
 
 from attention.rope import Rotary
 from convert.families import FAMILIES, Family
+from convert.families.projections import NAMES
 from convert.families.reading.twin import Twin, disproof, kinds
 from convert.families.separate import SeparateProjections
 
@@ -67,7 +68,7 @@ SPOILT: dict[str, tuple[str, Callable[[], Family]]] = {
     "cap": ("gemma2", lambda: spoilt("gemma2", extra_features=("sliding_window",))),
     "layers with RoPE": ("smollm3", lambda: spoilt("smollm3", rotates=lambda config, layer: True)),
     "path": ("llama", lambda: spoilt("llama", attention_path="model.layers.{layer}.attention")),
-    "output": ("phi", lambda: spoilt("phi", o_name="o_proj")),
+    "output": ("phi", lambda: spoilt("phi", projections=NAMES)),
 }
 
 
