@@ -17,24 +17,11 @@ from attention.record import Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
-from convert.families.names import NameTable
+from convert.families.names import NameTable, Place
 from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class InputNorm:
-    """The norm of an attention's input.
-
-    Attributes:
-        name: The path of its module; the checkpoint holds `{name}.weight`, and perhaps `{name}.bias`.
-        gain_offset: 1 if the checkpoint stores gain − 1, else 0.
-    """
-
-    name: str
-    gain_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,12 +50,6 @@ class Traits:
     def clip(self) -> float | None:
         """The bound that clamps queries, keys and values, behind QK-norm and before RoPE; None without a clamp."""
         return self.extra_features.get(CLIP)
-
-    @property
-    def behind_projections(self) -> Traits:
-        """The features that are left for a record that reads `attention.record.HeadProjections`."""
-        extra = {field: value for field, value in self.extra_features.items() if field != CLIP}
-        return replace(self, qk_norm=None, extra_features=extra)
 
     @property
     def unmodelled(self) -> list[str]:
@@ -157,7 +138,7 @@ class Family(ABC):
             self,
             model_type=config.model_type,
             config=config,
-            names=NameTable([replace(row, path=moved(row.path)) for row in self.names.rows]),
+            names=NameTable([replace(row, name=moved(row.name)) for row in self.names.rows]),
             keeps_names=True,
             in_engines=False,
             attention_path=moved(self.attention_path),
@@ -353,7 +334,6 @@ class Family(ABC):
         """The path of the layer's output projection."""
         return f"{self.module(layer)}.o_proj"
 
-    def input_norm(self, layer: int) -> InputNorm | None:
-        """The norm whose output the layer's attention reads; None if there is none, or if it has no gains."""
-        place = self.names.holding(f"layers.{layer}.attention_norm.weight")
-        return InputNorm(place.name.removesuffix(".weight"), place.offset) if place else None
+    def input_norm(self, layer: int) -> Place | None:
+        """The gains of the norm whose output the layer's attention reads; None if there are none."""
+        return self.names.holding(f"layers.{layer}.attention_norm.weight")

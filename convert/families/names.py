@@ -50,16 +50,17 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """One tensor of a checkpoint: its name and what it holds.
+class Row:
+    """One line of a table: the path of a kind of module in a checkpoint, and its roles.
 
     Attributes:
-        name: Its name in the checkpoint.
-        roles: What it holds, each with the last part of the name: `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
-            Several are stacked along their output rows in equal parts.
-        transposed: Whether it is stored `[…, in, out]` instead of `[…, out, in]`.
+        name: The path, with `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is
+            the path plus a last part ("weight", "bias" or another one of the class), which its roles keep.
+        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
+            parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
+        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
         leading: How many rows the first of two roles has, if not half of them.
-        offset: What is added to the stored tensor, of one role: 1 where a norm stores gain − 1.
+        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
     """
 
     name: str
@@ -67,6 +68,21 @@ class Place:
     transposed: bool = False
     leading: int | None = None
     offset: float = 0.0
+
+    def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
+        """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
+        if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
+            return None
+        roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
+        name, weight = f"{self.name.format(**numbers)}.{last}", last == _WEIGHT
+        return Place(name, roles, self.transposed and weight, self.leading, self.offset if weight else 0.0)
+
+
+class Place(Row):
+    """One tensor of a checkpoint: its name and what it holds, as a row says, each with the last part of the name.
+
+    Its roles are `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
+    """
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of the tensor by role, as views unless there is an offset. Raises `Failure` as `shapes` does."""
@@ -143,35 +159,6 @@ class Place:
         return (*shape[:-2], shape[-1], shape[-2])
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table: the path of a kind of module in a checkpoint, and its roles.
-
-    Attributes:
-        path: With `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is the path
-            plus a last part ("weight", "bias" or another one of the class), which its roles keep.
-        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
-            parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
-        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
-        leading: How many rows the first of two roles has, if not half of them.
-        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
-    """
-
-    path: str
-    roles: tuple[str, ...]
-    transposed: bool = False
-    leading: int | None = None
-    offset: float = 0.0
-
-    def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
-        """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
-        if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
-            return None
-        roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
-        name, weight = f"{self.path.format(**numbers)}.{last}", last == _WEIGHT
-        return Place(name, roles, self.transposed and weight, self.leading, self.offset if weight else 0.0)
-
-
 def in_layers(layers: str, path: str, *roles: str, transposed: bool = False) -> Row:
     """The row of a module that every decoder layer has: of `{layers}.{layer}.{path}`, with the roles of a layer."""
     return Row(f"{layers}.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles), transposed)
@@ -181,24 +168,12 @@ class NameTable:
     """The names and roles of one layout, looked up in both directions.
 
     Args:
-        rows: In any order. No path and no role may occur twice.
-
-    Raises:
-        ValueError: One occurs twice, a role is not in `ROLES`, or a role has other numbers than its path.
+        rows: In any order. No path and no role occurs twice, and the roles, of `ROLES`, have the numbers of their paths.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = tuple(rows)
-        roles = [role for row in self.rows for role in row.roles]
-        for kind, found in (("path", [row.path for row in self.rows]), ("role", roles)):
-            if len(set(found)) < len(found):
-                raise ValueError(f"a {kind} occurs twice: {sorted(found)}")
-        for row in self.rows:
-            if unknown := [role for role in row.roles if role not in ROLES]:
-                raise ValueError(f"{row.path} has unknown roles: {unknown}")
-            if any(set(_NUMBER.findall(role)) != set(_NUMBER.findall(row.path)) for role in row.roles):
-                raise ValueError(f"{row.path} and its roles have different numbers: {row.roles}")
-        self._paths = [(_pattern(row.path), row) for row in self.rows]
+        self._paths = [(_pattern(row.name), row) for row in self.rows]
         self._roles = [(_pattern(role), row) for row in self.rows for role in row.roles]
 
     def place(self, name: str) -> Place | None:
@@ -211,8 +186,8 @@ class NameTable:
 
     def replacing(self, *rows: Row, without: Sequence[str] = ()) -> NameTable:
         """This table with `rows` in place of rows that share a path or a role with them, and without the roles `without`."""
-        paths, roles = {row.path for row in rows}, {role for row in rows for role in row.roles} | set(without)
-        return NameTable([*(row for row in self.rows if row.path not in paths and not roles & set(row.roles)), *rows])
+        paths, roles = {row.name for row in rows}, {role for row in rows for role in row.roles} | set(without)
+        return NameTable([*(row for row in self.rows if row.name not in paths and not roles & set(row.roles)), *rows])
 
     def storing_gains_less_one(self) -> NameTable:
         """This table for a class whose norms store gain − 1."""
@@ -220,7 +195,6 @@ class NameTable:
 
 
 _WEIGHT, _BIAS = "weight", "bias"
-_NUMBER = re.compile(r"\{(\w+)\}")
 _CHECK = "config.json and the weights are not of the same model"
 
 

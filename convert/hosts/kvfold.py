@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
 from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
-from convert.families.base import SOFTCAP, WINDOWS, has_other_models
+from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
 from convert.families.kvfold import KvfoldProjections, around
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 # Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
 _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
-# Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
-_LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5",
-    "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
-    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
-    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
-)  # fmt: skip
 # Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.
 _NORMED = (
     "apertus", "cohere", "exaone4", "gemma3_text", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen3", "qwen3_moe", "stablelm",
@@ -96,8 +88,8 @@ class Kvfold(Host):
             return reason
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
-        for field, value in traits.behind_projections.extra_features.items():
-            if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
+        for field, value in traits.extra_features.items():
+            if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
         behind = family.needs_projections
@@ -246,7 +238,8 @@ HOST = Kvfold(
     in_vllm=PROVEN,
 )
 LATENT_HOST = Kvfold(
-    frozenset(_LATENT),
+    # Of each, a latent of full size was proven to be exact; Llama's like are here for configs that deepseek_v3 refuses.
+    frozenset(name for name, of in FAMILIES.items() if of.has_heads and not of.without_latent),
     "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or ranks that differ by layer",
     "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
     in_vllm=LATENT_PROVEN,

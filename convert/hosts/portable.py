@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.families.deepseek import V3
+from convert.families.latent import V3
 from convert.hosts.deepseek_v3 import DeepseekV3
 from convert.hosts.latent import EXPANDS
 from convert.hosts.source_class import LLAMA_CPP

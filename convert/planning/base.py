@@ -14,6 +14,7 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
+from convert.families.base import CLIP
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
 from convert.output.destination import without_text
 from convert.output.provenance import Recipe, versions
@@ -161,8 +162,7 @@ class Plan:
     @property
     def unmodelled(self) -> list[str]:
         """Config fields that make the source's attention differ from what the logits of its records say."""
-        traits = self.family.traits
-        return (traits.behind_projections if self.reads_projections else traits).unmodelled
+        return [field for field in self.family.traits.unmodelled if not (self.reads_projections and field == CLIP)]
 
     @property
     def channels(self) -> int:

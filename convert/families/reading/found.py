@@ -7,7 +7,8 @@ from typing import Any
 
 from attention import rope
 from attention.scoring import Scoring
-from convert.families.base import SOFTCAP, InputNorm, Traits
+from convert.families.base import SOFTCAP, Traits
+from convert.families.names import Place, Row
 from convert.families.reading.twin import kinds
 from convert.families.stacked import StackedProjections
 
@@ -51,14 +52,14 @@ class Found(StackedProjections):
     Attributes:
         lists: The names of the config's lists that have an entry for each layer.
         readings: What each kind of layer computes (`convert.families.reading.twin.kinds`).
-        input: The norm of the attention's input, with `{layer}` in its name; None without one.
+        input: The norm of the attention's input; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
     """
 
     qkv_name: str = ""
     lists: tuple[str, ...] = ()
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
-    input: InputNorm | None = None
+    input: Row | None = None
     far_queries: float | None = None
     keeps_names: bool = True
     in_engines: bool = False
@@ -83,5 +84,5 @@ class Found(StackedProjections):
     def scoring(self, layer: int) -> Scoring:
         return self.reading(layer).scoring(self.decoder)
 
-    def input_norm(self, layer: int) -> InputNorm | None:
-        return self.input and replace(self.input, name=self.input.name.format(layer=layer))
+    def input_norm(self, layer: int) -> Place | None:
+        return self.input and self.input.place({"layer": str(layer)}, "weight")

@@ -176,13 +176,10 @@ class Twin:
 
             return hook
 
-        modules = self.model.named_modules()
-        handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_hook(note(path), with_kwargs=True))
             self.logits(self.text(), start)
-        finally:
-            for handle in handles:
-                handle.remove()
         return found
 
     def text(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tiny import NORMED, random_model, save_tokenizer, tiny_config
 from written import Convert, left_nothing, ok, refused
 
 from attention.errors import Refusal
-from convert.families.deepseek import NormalisedLatent
+from convert.families.latent import NormalisedLatent
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
 from eval.quality.cost import measured_bytes_per_token

@@ -28,20 +28,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"alibi": True}, "alibi is true"),
-        ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is false"),
-        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 and new_decoder_architecture False"),
-        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3"),
-        ({"num_kv_heads": 4}, "num_kv_heads is 4, and without multi_query"),
-    ],
-)
-def test_what_its_class_does_not_run_is_refused(changes: dict[str, Any], message: str) -> None:
-    assert message in str(family_of("falcon").of(tiny_config("falcon", **changes)).unreadable)
-
-
 @pytest.mark.parametrize("case", [case for case in ARCHITECTURES if case != "one KV head"])
 def test_one_head_is_held_by_its_own_class_if_that_has_the_norms(
     case: str, checkpoint: Make, convert: Convert, tmp_path: Path

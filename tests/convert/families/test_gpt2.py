@@ -11,7 +11,6 @@ from tiny import tiny_config
 from written import Convert, Logits, Make, edit, ok, weights
 
 from attention.errors import Refusal
-from convert.families import FAMILIES
 from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
@@ -26,10 +25,8 @@ def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Log
     same_logits(logits(tmp_path / "latent"), logits(source))
 
 
-def test_what_the_class_ignores_or_adds_is_refused(tmp_path: Path) -> None:
+def test_what_the_class_ignores_is_refused(tmp_path: Path) -> None:
     tiny_config("gpt_bigcode", multi_query=True).save_pretrained(tmp_path)
     message = "sets num_key_value_heads to 4, which gpt_bigcode ignores: its 8 query heads share 1"
     with pytest.raises(Refusal, match=message):
         readable(Source.parse(str(edit(tmp_path, num_key_value_heads=4))))
-    crossing = FAMILIES["gpt_bigcode"].of(tiny_config("gpt_bigcode", add_cross_attention=True))
-    assert crossing.unreadable == "it has cross-attention (add_cross_attention)"

@@ -21,7 +21,7 @@ from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.deepseek import V3
+from convert.families.latent import V3
 from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.hosts.deepseek_v3 import HOST
 

@@ -21,9 +21,3 @@ def test_a_block_has_queries_then_values_then_keys() -> None:
     assert record.q[:, 0, 0].tolist() == first.tolist()
     assert record.v[:, 0, 0].tolist() == (first + 16).tolist()
     assert record.k[:, 0, 0].tolist() == (first + 32).tolist()
-
-
-def test_heads_that_do_not_divide_into_blocks_are_unreadable() -> None:
-    assert CODEGEN.of(tiny_config("codegen")).unreadable is None
-    message = "its projections have 4 blocks of equally many heads, and num_attention_heads is 2"
-    assert CODEGEN.of(tiny_config("codegen", num_attention_heads=2)).unreadable == message

@@ -95,20 +95,6 @@ def test_a_base_model_that_was_saved_alone_is_read(
     assert renamed[embedding.name] in weights(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("gpt2", {"add_cross_attention": True}, "it has cross-attention (add_cross_attention)"),
-        ("gpt_neo", {"window_size": 0}, "its local layers see no tokens (window_size is 0)"),
-        ("gpt_neo", {"window_size": -1}, "its local layers see no tokens (window_size is -1)"),
-        ("xglm", {"add_cross_attention": True}, "it has cross-attention (add_cross_attention)"),
-        ("opt", {"do_layer_norm_before": False}, "it normalises behind its attention (do_layer_norm_before is false)"),
-    ],
-)
-def test_what_gpt2_and_its_like_may_do_besides_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    assert FAMILIES[model_type].of(tiny_config(model_type, **changes)).unreadable == message
-
-
 @pytest.mark.parametrize("model_type", rows(["gpt2", "gpt_neo", "gpt_neox"], ["gpt2"]))
 def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path

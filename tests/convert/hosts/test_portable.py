@@ -21,7 +21,7 @@ from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
-from convert.families.deepseek import V3
+from convert.families.latent import V3
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
@@ -84,27 +84,6 @@ def test_what_is_no_ladder_is_told_apart(frequencies: list[float]) -> None:
 def test_ladders_have_one_ratio() -> None:
     assert ladder_ratio(Rotary(torch.tensor([1.0, 0.5, 0.25]).double(), "half")) == pytest.approx(0.5)
     assert ladder_ratio(Rotary(torch.tensor([1.0]).double(), "half")) == 1
-
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
-        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are not a geometric ladder from 1"),
-        ("qwen2", {}, "queries and keys have biases, and the class has none"),
-        ("deepseek_v3", {}, "it has a latent already"),
-        ("phi", {}, "phi does not have Llama's decoder blocks"),
-        ("llama", {"mlp_bias": True}, "the MLP has biases"),
-        ("llama", {"hidden_act": "gelu"}, "the MLP's activation is gelu, and engines' own classes compute SiLU"),
-    ],
-)
-def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    family = family_of(model_type).of(tiny_config(model_type, **changes))
-    assert message in str(HOST.refuses(family, family.spec.latent(16, 8)))
 
 
 def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:

@@ -499,7 +499,7 @@ def test_a_type_that_nobody_has_seen_is_read() -> None:
     assert family.window(1) == 5
     norm = family.input_norm(1)
     assert norm is not None
-    assert (norm.name, norm.gain_offset) == ("floors.1.ahead", 0.0)
+    assert (norm.name, norm.offset) == ("floors.1.ahead.weight", 0.0)
     assert family.adds_output
     assert family.without_latent
 
