@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.record import Attention
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.families.base import WINDOWS
 from convert.families.gpt2 import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # What the class and its sources call the same settings; all others have one name in all of them.
 _GPT2 = {

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from attention.auto import config_of
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
 from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, Family
 from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
 from convert.families.kvfold import KvfoldProjections, around
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-
-# Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
-_AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.
 _NORMED = (
@@ -125,7 +120,9 @@ class Kvfold(Host):
         else:
             source = family
             windows = [source.inner_window(layer) for layer in range(target.num_layers)]
-            family, raw = _inside(source, raw)
+            if stock := _stock(source):
+                raw = stock.config(raw, source, source.spec, None)
+                family = stock.layout(source).of(config_of(raw))
             inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
@@ -172,16 +169,11 @@ def _vllm_takes(family: Family) -> bool:
 
 
 def _stock(family: Family) -> Host | None:
-    """The stock class that the class is built around for a source of `family`; None for the source's own."""
-    return next((host for host in _AROUND if family.model_type in host.families), None)
+    """The stock class that the class is built around for a source of `family`; None for the source's own.
 
-
-def _inside(family: Family, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    """The family of the class that the class is built around, and its config.json."""
-    if (stock := _stock(family)) is None:
-        return family, raw
-    sized = stock.sized(raw, family, family.spec)
-    return stock.layout(family).of(sized), stock.config(raw, family, family.spec, None)
+    It passes cosines and sines to its layers, and the source's own computes them inside its attention.
+    """
+    return PHI if family.model_type in PHI.families else None
 
 
 def _kept_projections(family: Family) -> dict[str, Any]:

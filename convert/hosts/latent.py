@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.families.neutral import constants, latent_size, query_rank
 from convert.hosts.base import Host, carried
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 LISTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -60,9 +57,6 @@ class StockLatent(Host):
 
     def __init__(self) -> None:
         self.families = frozenset(self.like)
-
-    def layout(self, family: Family) -> Family:
-        return FAMILIES[self.name]
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         config = family.config

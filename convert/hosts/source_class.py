@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, Family
 from convert.hosts.base import Host
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # Families whose results were run in llama.cpp. Its classes of some others (phi) have as many KV heads as query heads.
 LLAMA_CPP = ("llama",)

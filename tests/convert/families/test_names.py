@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SWITCHES, tiny_config, tiny_model
 
@@ -143,6 +143,7 @@ def test_last_parts_stay_as_they_are() -> None:
     assert FUSED.holding("layers.2.mlp.shared.up.alpha_p") is None
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
     roles = tuple(f"r{i}" for i in range(data.draw(st.integers(1, 4), "roles")))
