@@ -21,22 +21,6 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 NAMES = (*PARTS, "o_proj")
 
 
-def projection_shapes(
-    spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool, names: Sequence[str] = NAMES
-) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, by its name; E = `width`."""
-    *parts, o_name = names
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, count in zip(parts, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), strict=True):
-        shapes[f"{name}.weight"] = (count * spec.head_dim, width)
-        if qkv_bias:
-            shapes[f"{name}.bias"] = (count * spec.head_dim,)
-    shapes[f"{o_name}.weight"] = (width, spec.num_heads * spec.head_dim)
-    if o_bias:
-        shapes[f"{o_name}.bias"] = (width,)
-    return shapes
-
-
 def split_projections(
     local: Mapping[str, torch.Tensor], head_dim: int, scale: float, rotary: Rotary | None, names: Sequence[str] = NAMES
 ) -> Attention:

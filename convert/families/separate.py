@@ -18,7 +18,7 @@ from attention.spec import AttentionSpec
 from convert.families import tables
 from convert.families.base import CLIP, SOFTCAP, Family, Traits
 from convert.families.names import Row
-from convert.families.projections import NAMES, PARTS, join_projections, or_zeros, projection_shapes, split_projections
+from convert.families.projections import NAMES, PARTS, join_projections, or_zeros, split_projections
 from convert.families.tables import (
     EXPERTS,
     FUSED_MLP,
@@ -208,7 +208,14 @@ class SeparateProjections(Family):
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec, self.decoder.hidden_size
-        shapes = projection_shapes(spec, width, self._flag(self.qkv_bias), self._flag(self.o_bias), self.projections)
+        rows = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        sizes = [*((count, width) for count in rows), (width, rows[0])]
+        biased = (*[self._flag(self.qkv_bias)] * 3, self._flag(self.o_bias))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, size, bias in zip(self.projections, sizes, biased, strict=True):
+            shapes[f"{name}.weight"] = size
+            if bias:
+                shapes[f"{name}.bias"] = size[:1]
         if norm := self._norm:
             for name, count in ((norm.q, spec.num_heads), (norm.k, spec.num_kv_heads)):
                 for part in norm.names(name, count):

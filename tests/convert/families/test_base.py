@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+import torch
+from tiny import tiny_config, tiny_model
 from written import refused
 
 from attention.errors import Refusal
@@ -90,3 +91,16 @@ def test_what_a_record_does_not_say_is_refused(model_type: str, changes: dict[st
 def test_rotary_dims_may_be_those_of_a_field(model_type: str) -> None:
     facts = FAMILIES[model_type].of(tiny_config(model_type, rotary_dim=6)).describe()
     assert (facts["rotary_dims"], facts["rotary_pairing"], facts["rope_type"]) == (6, "interleaved", "default")
+
+
+def test_a_block_has_queries_then_values_then_keys() -> None:
+    model = tiny_model(tiny_config("codegen"))
+    weight = model.transformer.h[1].attn.qkv_proj.weight
+    weight.data.copy_(torch.arange(len(weight))[:, None].expand_as(weight))  # every row says where it is
+    name = "transformer.h.1.attn"
+    tensors = {f"{name}.qkv_proj.weight": weight, f"{name}.out_proj.weight": model.transformer.h[1].attn.out_proj.weight}
+    record = FAMILIES["codegen"].of(model.config).split(tensors, 1)
+    first = torch.arange(8) // 2 * 48 + torch.arange(8) % 2 * 8  # 2 heads of 8 dims in a block of 48 rows
+    assert record.q[:, 0, 0].tolist() == first.tolist()
+    assert record.v[:, 0, 0].tolist() == (first + 16).tolist()
+    assert record.k[:, 0, 0].tolist() == (first + 32).tolist()

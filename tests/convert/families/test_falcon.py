@@ -10,14 +10,11 @@ import pytest
 import torch
 from alike import decodes_alike
 from tiny import tiny_config
-from written import Convert, Logits, Make, edit, ok, weights
+from written import Convert, Logits, Make, ok, weights
 
 from attention import load
-from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from convert.planning.allowed import readable
-from eval.inputs.source import Source
 from eval.quality.cost import measured_bytes_per_token
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -69,13 +66,3 @@ def test_what_the_class_caches_beyond_its_heads_is_said() -> None:
         config = tiny_config("falcon", **changes)
         expected = {"KV heads that transformers caches": 8} if config.new_decoder_architecture else {}
         assert family_of("falcon").of(config).describe()["also"] == expected
-
-
-def test_a_stray_number_of_kv_heads_is_that_of_the_class_or_refused(tmp_path: Path) -> None:
-    tiny_config("falcon", multi_query=True).save_pretrained(tmp_path)
-    assert readable(Source.parse(str(edit(tmp_path, num_key_value_heads=1))))
-    for stray in (8, 4):
-        with pytest.raises(
-            Refusal, match=f"sets num_key_value_heads to {stray}, which falcon ignores: its 8 query heads share 1"
-        ):
-            readable(Source.parse(str(edit(tmp_path, num_key_value_heads=stray))))

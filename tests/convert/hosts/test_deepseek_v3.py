@@ -69,12 +69,6 @@ def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None
     assert FAMILIES["deepseek_v3"].of(sized).unreadable is None, "what is written can be read"
 
 
-@pytest.mark.parametrize("rank", [16, 19, 512, 1000])
-def test_constants_are_reserved(rank: int) -> None:
-    assert HOST.reserved(rank) == len(constants(rank))
-    assert HOST.layout(family_of("llama")) is FAMILIES["deepseek_v3"]
-
-
 # ---- tensors -------------------------------------------------------------------------------------------------------
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from held import GLOBAL
+from held import GLOBAL, config_of
 from latents import logits_of, tokens
 from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, ok, weights
 
 from convert.families import FAMILIES
 from convert.hosts.gpt_bigcode import HOST
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / "config.json").read_text()))
 
 
 def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:

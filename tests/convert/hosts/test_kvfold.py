@@ -11,7 +11,7 @@ import pytest
 import torch
 from alike import decodes_alike
 from held import BEHIND, IGNORING
-from latents import tokens
+from latents import same_logits, tokens
 from rows import rows
 from tiny import SWITCHES, switched, tiny_config
 from written import Convert, Logits, Make, damage, edit, left_nothing, ok, weights
@@ -115,6 +115,16 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     assert torch.equal(logits(tmp_path / "same"), logits(source))
 
 
+def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = checkpoint("gpt_bigcode", multi_query=True)
+    ok(convert("mqa", source, tmp_path / "same", "--force"))
+    before, after = weights(source), weights(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    ok(convert("mla", source, tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
+    same_logits(logits(tmp_path / "latent"), logits(source))
+
+
 def test_embeddings_may_be_narrower_than_the_model(
     checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
@@ -149,13 +159,20 @@ def test_windows_inside_attention_are_kept(
     decodes_alike(model, tokens(20))
 
 
-@pytest.mark.parametrize("model_type", sorted({*IGNORING, *PHI.families}))
-def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, tmp_path: Path) -> None:
-    tiny_config(model_type).save_pretrained(tmp_path)
-    message = f"sets num_key_value_heads to 4, which {model_type} ignores: each of its 8 query heads"
-    with pytest.raises(Refusal, match=message):
-        readable(Source.parse(str(edit(tmp_path, num_key_value_heads=4))))
-    assert readable(Source.parse(str(edit(tmp_path, num_key_value_heads=8)))).model_type == model_type
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, {}) for name in sorted({*IGNORING, *PHI.families})),
+        *((n, {"multi_query": True}) for n in ("falcon", "gpt_bigcode")),
+    ],
+)
+def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    tiny_config(model_type, **changes).save_pretrained(tmp_path)
+    own, have = (1, "its 8 query heads share 1") if changes else (8, "each of its 8 query heads")
+    for stray in {4, 8} - {own}:
+        with pytest.raises(Refusal, match=f"sets num_key_value_heads to {stray}, which {model_type} ignores: {have}"):
+            readable(Source.parse(str(edit(tmp_path, num_key_value_heads=stray))))
+    assert readable(Source.parse(str(edit(tmp_path, num_key_value_heads=own)))).model_type == model_type
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,13 @@ from written import Convert, Make, ok, weights
 from convert.families import family_of
 from convert.families.latent import NormalisedLatent
 
-SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
-
-
-def full(changes: dict[str, Any]) -> list[Any]:
-    return full_size(4, changes.get("head_dim", 8), changes.get("hidden_size", 64))
-
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_gains_are_one_more_than_gemma_stores_rounded_once(
     stored: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     source = checkpoint("gemma")
-    ok(convert("mla", source, tmp_path / "out", *full({}), "--method", "svd", "--dtype", stored))
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--method", "svd", "--dtype", stored))
     before, after = weights(source), weights(tmp_path / "out")
     norms = [name for name in before if name.endswith("norm.weight")]
     assert len(norms) == 7
