@@ -18,6 +18,7 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
 from convert.families.projections import (
+    NAMES,
     join_factors,
     join_heads,
     join_projections,
@@ -29,9 +30,9 @@ from convert.families.projections import (
 if TYPE_CHECKING:
     import torch
 
-# What is behind a source's projections, by its name without them: maps of each head's queries, and shared heads.
+# What is behind a source's projections: maps of each head's queries, in place of those here, and shared heads.
 _OF_HEADS = "q_head_proj.weight"
-_BEHIND = {"k_proj.weight": "k_head_proj.weight", "v_proj.weight": "v_head_proj.weight"}
+_BEHIND = ("q_proj", "k_head_proj", "v_head_proj", "o_proj")
 _PREFIX = "model."  # of the source's class
 
 
@@ -86,26 +87,29 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": tuple(tensor.shape) for name, tensor in attention.named_parameters()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
-        prefix, spec, behind = f"{self.module(layer)}.", self.spec.of_layer(layer), self.needs_projections
+        prefix, spec, scale, rotary = f"{self.module(layer)}.", self.spec.of_layer(layer), self.scale, self.rotary(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        own, scale, rotary = _renamed(local) if behind else local, self.scale, self.rotary(layer)
+        names, projections = NAMES, None
+        if self.needs_projections:
+            names, projections = _BEHIND, _projections(local, self.config)
+            local["q_proj.weight"] = local[_OF_HEADS].flatten(0, 1)
+            local.pop("q_proj.bias", None)
         record: Record
         if spec.kv_lora_rank:
-            record = split_factors(own, spec, scale, rotary or no_rotary())
+            record = split_factors(local, spec, scale, rotary or no_rotary())
         else:
-            record = split_projections(own, spec.head_dim, scale, rotary)
-        projections = _projections(local, self.config) if behind else None
+            record = split_projections(local, spec.head_dim, scale, rotary, names)
         return replace(record, projections=projections, scoring=self.scoring(layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
         if isinstance(record, Attention):
-            local = join_projections(record if record.projections is None else record.paired("half"))
+            behind = record.projections is not None
+            local = join_projections(record.paired("half") if behind else record, _BEHIND if behind else NAMES)
         else:
             local = _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
-            local = {_BEHIND.get(name, name): tensor for name, tensor in local.items()}
             local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
@@ -151,13 +155,6 @@ def _projected(config: Any) -> AttentionSpec:
     """The heads that a source with QK-norm or a clamp projects."""
     heads = AttentionSpec.of_heads(config.text_config)
     return replace(heads, num_kv_heads=config.projected_kv_heads or heads.num_kv_heads)
-
-
-def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of what is behind a source's projections, by the names without these."""
-    kept = {name: tensor for name, tensor in local.items() if name.startswith(("kv_", "o_proj"))}
-    kept |= {name: local[behind] for name, behind in _BEHIND.items() if behind in local}
-    return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
 
 
 def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjections:
