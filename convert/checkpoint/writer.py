@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy
 import torch
 
 from attention.errors import Failure
@@ -123,8 +122,8 @@ def _finite(chunk: torch.Tensor) -> bool:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors hold the same bytes; numpy compares many at a time, and `torch.equal` one by one."""
-    return numpy.array_equal(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy())
+    """Whether two flat tensors hold the same bytes; numpy compares many at once, and torch value by value."""
+    return bool((a.view(torch.uint8).numpy() == b.view(torch.uint8).numpy()).all())
 
 
 def _bytes(chunk: torch.Tensor) -> memoryview:
