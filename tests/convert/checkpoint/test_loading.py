@@ -10,7 +10,7 @@ import pytest
 import torch
 from rows import REPRESENTATIVES, rows
 from safetensors.torch import load_file
-from tiny import VOCABULARY, tiny_config, tiny_model
+from tiny import SWITCHES, VOCABULARY, tiny_config, tiny_model
 from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
@@ -23,10 +23,6 @@ from eval.inputs.source import Source
 Tensors = dict[str, torch.Tensor]
 
 EXPERTS = [name for name in FAMILIES if ("moe" in name or name == "mixtral") and name != "granitemoe"]  # one by one in files
-SWITCHES = dict.fromkeys(
-    ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm", "mlp_bias"),
-    True,
-)
 
 
 def tensors_of(path: Path) -> tuple[ClassTensors, Reader]:
@@ -60,26 +56,17 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
     return found
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., Path]:
-    def save(model_type: str, **changes: Any) -> Path:
-        tiny_model(tiny_config(model_type, **changes)).save_pretrained(tmp_path / model_type)
-        return tmp_path / model_type
-
-    return save
-
-
 # ---- every family ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", rows(FAMILIES, [*REPRESENTATIVES, "deepseek_v3"]))
-def test_intact_checkpoints(model_type: str, saved: Callable[..., Path]) -> None:
-    found = agreed(saved(model_type, **SWITCHES))
+def test_intact_checkpoints(model_type: str, checkpoint: Make) -> None:
+    found = agreed(checkpoint(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
     assert (found.missing, found.unexpected, found.ignored, found.mismatched) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("model_type", rows(FAMILIES, ["llama", "gpt2", "mixtral", "phi", "falcon", "olmo", "deepseek_v3"]))
-def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[..., Path]) -> None:
+def test_missing_strange_and_misshaped_tensors(model_type: str, checkpoint: Make) -> None:
     roles = (f"layers.1.mlp.{part}.weight" for part in ("down", "experts.0.down", "experts.down"))
     places = [place.name for role in roles if (place := FAMILIES[model_type].names.holding(role))]
 
@@ -93,7 +80,7 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
         tensors["strange"] = torch.ones(())
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
-    found = agreed(damage(saved(model_type), spoil))
+    found = agreed(damage(checkpoint(model_type), spoil))
     strange = ("model.layers.1.strange.weight", "strange")
     frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"  # classes with several rotary tables do not know that name
     assert (found.ignored, found.unexpected) in (((frequencies,), strange), ((), (frequencies, *strange)))
@@ -103,9 +90,9 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
 @pytest.mark.parametrize(
     "model_type", rows(["llama", "mixtral", "gemma2", "phi", "cohere", "glm4", "granitemoe"], ["llama", "gemma2"])
 )
-def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Callable[..., Path]) -> None:
+def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, checkpoint: Make) -> None:
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    path = saved(model_type)
+    path = checkpoint(model_type)
     tensors = load_file(path / "model.safetensors")
     matrix = tensors.get(head, tensors[embedding])
     for there in ({embedding, head}, {embedding}, {head}, set()):
@@ -122,8 +109,8 @@ def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Calla
 
 
 @pytest.mark.parametrize("model_type", rows(EXPERTS, ["mixtral", "olmoe"]))
-def test_experts(model_type: str, saved: Callable[..., Path]) -> None:
-    path = saved(model_type)
+def test_experts(model_type: str, checkpoint: Make) -> None:
+    path = checkpoint(model_type)
     whole = load_file(path / "model.safetensors")
     second = [name for name in whole if "layers.1." in name and ".experts.1." in name]
     assert len(second) == 3
@@ -178,8 +165,8 @@ def test_one_tensor_for_several_parameters(tmp_path: Path) -> None:
 # ---- without reading -------------------------------------------------------------------------------------------------
 
 
-def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[..., Path]) -> None:
-    found, reader = tensors_of(saved("mixtral"))
+def test_no_weights_are_read_and_only_what_is_asked_for_is_made(checkpoint: Make) -> None:
+    found, reader = tensors_of(checkpoint("mixtral"))
     read: list[str] = []
 
     def note(name: str) -> torch.Tensor:
@@ -194,18 +181,18 @@ def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[
     assert not found.is_converted("model.layers.1.mlp.gate.weight")
 
 
-def test_what_is_stored_stays_as_it_is(saved: Callable[..., Path]) -> None:
-    found, _ = tensors_of(saved("llama"))
+def test_what_is_stored_stays_as_it_is(checkpoint: Make) -> None:
+    found, _ = tensors_of(checkpoint("llama"))
     given = torch.ones(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
     assert found.tensor("lm_head.weight", {"lm_head.weight": given}.__getitem__) is given
 
 
-def test_missing_and_misshaped_parameters_are_not_given(saved: Callable[..., Path]) -> None:
+def test_missing_and_misshaped_parameters_are_not_given(checkpoint: Make) -> None:
     def change(tensors: Tensors) -> None:
         del tensors["model.norm.weight"]
         tensors["lm_head.weight"] = torch.ones(5, 64)
 
-    found, reader = tensors_of(damage(saved("llama"), change))
+    found, reader = tensors_of(damage(checkpoint("llama"), change))
     with pytest.raises(Failure, match=r"the checkpoint lacks tensor model\.norm\.weight"):
         found.tensor("model.norm.weight", reader.__getitem__)
     with pytest.raises(Failure, match=rf"lm_head\.weight is \[5, 64\], by the config it is \[{VOCABULARY}, 64\]"):

@@ -156,24 +156,16 @@ def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.
     biased=st.booleans(), query_biases=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_what_was_written_is_read_and_written_again_bit_for_bit(
-    rank: int,
-    heads: int,
-    nope: int,
-    pairs: int,
-    value: int,
-    width: int,
-    padding: int,
-    dtype: torch.dtype,
-    biased: bool,
-    query_biases: bool,
-    seed: int,
+    rank: int, pairs: int, padding: int, dtype: torch.dtype, biased: bool, seed: int, **sizes: int
 ) -> None:
-    config = sized(rank, heads, nope, 2 * pairs, value, width, query_biases)
+    config = sized(rank, rope=2 * pairs, **sizes)
     channels = max(1, rank - len(constants(rank)) - padding)
     written = joined(config, channels, dtype, seed=seed, biased=biased)
     assert {name: tuple(tensor.shape) for name, tensor in written.items()} == FAMILY.of(config).shapes(1)
     found = FAMILY.of(config).split(written, 1)
-    assert found.down.shape == (rank - len(constants(rank)), width), "no constants, but channels of zeros if there are any"
+    assert found.down.shape == (rank - len(constants(rank)), config.hidden_size), (
+        "no constants, but channels of zeros if there are any"
+    )
     again = FAMILY.join(found, FAMILY.of(config).spec, 1)
     assert again.keys() == written.keys()
     for name, tensor in written.items():

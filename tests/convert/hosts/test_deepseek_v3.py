@@ -8,14 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latents import stock_module_computes
 from tiny import tiny_config
 
-from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
-from convert.families import FAMILIES, family_of
-from convert.families.neutral import constants, level
+from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST
 from convert.hosts.latent import rope_parameters
 
@@ -67,36 +64,6 @@ def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None
     sized = HOST.sized(raw, FAMILIES[config.model_type].of(config), target)
     assert AttentionSpec.from_config(sized) == target
     assert FAMILIES["deepseek_v3"].of(sized).unreadable is None, "what is written can be read"
-
-
-# ---- tensors -------------------------------------------------------------------------------------------------------
-
-
-def latent(channels: int, biased: bool = True) -> FactoredAttention:
-    shapes = {"q_nope": (4, 6, 20), "q_rope": (4, 8, 20), "k_rope": (8, 20), "down": (channels, 20),
-              "up_k": (4, 6, channels), "up_v": (4, 6, channels), "o": (20, 4, 6)}  # fmt: skip
-    if biased:
-        shapes |= {"k_rope_bias": (8,), "o_bias": (20,)}
-    generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    return FactoredAttention(**drawn, scale=0.3, rotary=Rotary(torch.tensor([1.0, 0.5, 0.2, 0.1]).double(), "interleaved"))
-
-
-@pytest.mark.parametrize(("rank", "channels"), [(16, 15), (16, 9), (15, 13)])
-@pytest.mark.parametrize("biased", [True, False])
-def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: bool) -> None:
-    """Constants, padding, scale and biases: the class's own attention against the naive reference."""
-    a, sizes = latent(channels, biased), {"num_attention_heads": 4, "hidden_size": 20, "head_dim": 6, "num_key_value_heads": 4}
-    source = family_of("llama").of(tiny_config("llama", **sizes))
-    target = source.spec.latent(rank, 8)
-    config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    tensors, sized = HOST.layout(source).join(a, target, 0), HOST.sized({}, source, target)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.layout(source).of(sized).shapes(0)
-    own = len(constants(rank))
-    norm, up = (tensors[f"model.layers.0.self_attn.{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
-    assert norm.tolist() == [level(constants(rank))] * (rank - own) + [0.0] * own, "constants are cached as zeros"
-    assert up[:, channels:].abs().max() == 0, "and nothing reads them"
-    stock_module_computes(config, tensors, a)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

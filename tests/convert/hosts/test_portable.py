@@ -22,6 +22,9 @@ from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
 from convert.families.latent import V3
+from convert.families.neutral import constants, level
+from convert.hosts import Host
+from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
@@ -35,16 +38,30 @@ def normalised(channels: int) -> FactoredAttention:
     return dataclasses.replace(a, normalised=True, gain=gain, rotary=ladder)
 
 
-@pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
-def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
-    a = normalised(channels)
+@pytest.mark.parametrize(
+    ("host", "rank", "channels", "biased"),
+    [
+        *((DEEPSEEK, *row, biased) for row in ((16, 15), (16, 9), (15, 13)) for biased in (True, False)),
+        *((HOST, 16, channels, False) for channels in (16, 9)),
+    ],
+)
+def test_the_stock_module_computes_the_record(host: Host, rank: int, channels: int, biased: bool) -> None:
+    """Constants, padding, scale and biases: the class's own attention against the naive reference."""
+    a = normalised(channels) if host.portable else factored(4, 6, 4, channels, 20, biased)
+    a = dataclasses.replace(a, q_nope_bias=None, q_rope_bias=None)
     sizes = {"num_attention_heads": 4, "hidden_size": 20, "head_dim": 6, "num_key_value_heads": 4}
     source = family_of("llama").of(tiny_config("llama", **sizes))
     target = source.spec.latent(rank, 8)
-    config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    tensors, sized = HOST.layout(source).join(a, target, 0), HOST.sized({}, source, target)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.of(sized).shapes(0)
-    assert not any(name.endswith("bias") for name in tensors)
+    config = type(tiny_config("deepseek_v3"))(**host.config({}, source, target, a.rotary), attn_implementation="eager")
+    tensors, sized = host.layout(source).join(a, target, 0), host.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == host.layout(source).of(sized).shapes(0)
+    if host.portable:
+        assert not any(name.endswith("bias") for name in tensors)
+    else:
+        own = len(constants(rank))
+        norm, up = (tensors[f"{PREFIX}{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
+        assert norm.tolist() == [level(constants(rank))] * (rank - own) + [0.0] * own, "constants are cached as zeros"
+        assert up[:, channels:].abs().max() == 0, "and nothing reads them"
     stock_module_computes(config, tensors, a)
 
 
