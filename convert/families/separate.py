@@ -61,13 +61,8 @@ class NormRow:
 
     def form(self, eps: float) -> NormForm:
         scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
-        fixed = self.storage == "none"
-        return NormForm(self.kind, scope, self.per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
-
-    @property
-    def per_head(self) -> bool:
-        """Whether each head has its own gains."""
-        return self.storage not in ("none", "shared")
+        per_head, fixed = self.storage not in ("none", "shared"), self.storage == "none"
+        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
 
     def names(self, name: str, heads: int) -> list[str]:
         if self.storage == "none":
@@ -104,10 +99,6 @@ class NormRow:
         return out
 
 
-def _everywhere(config: Any, layer: int) -> bool:
-    return True
-
-
 def nowhere(config: Any, layer: int) -> bool:
     """For `SeparateProjections.rotates`: no layer has RoPE."""
     return False
@@ -123,10 +114,6 @@ def _sliding_layers(config: Any, layer: int) -> bool:
 
 def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
-
-
-def _local_layers(config: Any, layer: int) -> bool:
-    return bool(config.attention_layers[layer] == "local")
 
 
 _BASE = 10_000.0  # of RoPE in classes that have no `rope_parameters`
@@ -168,7 +155,7 @@ class SeparateProjections(Family):
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotary_dims: str | None = None
-    rotates: Callable[[Any, int], bool] = _everywhere
+    rotates: Callable[[Any, int], bool] = lambda config, layer: True
     local: Callable[[Any, int], bool] = nowhere
     adds_output: bool = True
     sums_unless: tuple[str, ...] = ()
@@ -489,7 +476,7 @@ ROWS = [
         **_LIKE_OPT,
         within="attention",
         scaled_by=1.0,
-        local=_local_layers,
+        local=lambda config, layer: bool(config.attention_layers[layer] == "local"),
         attention_path="transformer.h.{layer}.attn",
         base="transformer",
         computed=(".attention.bias", ".attention.masked_bias"),  # the masks of old checkpoints

@@ -77,17 +77,20 @@ class Kvfold(Host):
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         traits, inner = family.traits, family.decoder if family.needs_code else family.config
-        if not target.kv_lora_rank and not family.needs_code and target == family.spec:
-            return "no KV heads are shared, and the source's class holds its own"
-        if not target.kv_lora_rank and (reason := self._refuses_heads(family)):
-            return reason
-        if target.kv_lora_rank and family.without_latent:
+        behind = family.needs_projections
+        if not target.kv_lora_rank:
+            if not family.needs_code and target == family.spec:
+                return "no KV heads are shared, and the source's class holds its own"
+            if traits.qk_norm and traits.qk_norm.after_rotary:
+                return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
+            if family.shares_heads and not behind:
+                return "the source's class can share KV heads, and no norm or clamp comes before them"
+        elif family.without_latent:
             return family.without_latent
         for field, value in traits.extra_features.items():
             if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
-        behind = family.needs_projections
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
@@ -103,15 +106,6 @@ class Kvfold(Host):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
         if not family.has_heads:
             return "it has a latent already, in a stock class"
-        return None
-
-    def _refuses_heads(self, family: Family) -> str | None:
-        """Why it cannot carry fewer KV heads, with or without the source's projections before them; or None."""
-        norm = family.traits.qk_norm
-        if norm and norm.after_rotary:
-            return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
-        if family.shares_heads and not family.needs_projections:
-            return "the source's class can share KV heads, and no norm or clamp comes before them"
         return None
 
     def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
