@@ -85,8 +85,8 @@ class StockLatent(Host):
                 return f"config.json sets {field} to {value}, which the class does not support"
             if value < (positions := config.max_position_embeddings):  # a window over all positions is fine
                 return (
-                    f"the sliding window of {value} tokens is shorter than the {positions} positions, and the class has no window "
-                    f"(for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
+                    f"the sliding window of {value} tokens is shorter than the {positions} positions, and the class has no "
+                    f"window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
                 )
         return None
 
