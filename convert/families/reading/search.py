@@ -134,17 +134,14 @@ class Search:
         Raises:
             Unread: None does.
         """
-        try:
-            return self._family(config, BY_PART)
-        except Unread as why:
-            if not self.stacked:
-                raise
+        reasons = []
+        for order in (BY_PART, BY_KV_HEAD) if self.stacked else (BY_PART,):
             try:
-                return self._family(config, BY_KV_HEAD)
-            except Unexplained:
-                raise  # it accounts for all parameters
-            except Unread:
-                raise why from None
+                return self._family(config, order)
+            except Unread as why:
+                reasons.append(why)
+        # The order that accounts for all parameters counts.
+        raise next((why for why in reversed(reasons) if isinstance(why, Unexplained)), reasons[0])
 
     def _family(self, config: Any, order: RowOrder) -> Found:
         biases = [self.first.get_submodule(name).bias is not None for name in self.names]

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,15 +108,13 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_a_shard_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
-    write(tmp_path / "m.safetensors", TENSORS)
-    assert events == [("sync", "m.safetensors.tmp"), ("name", "m.safetensors"), ("sync", tmp_path.name)]
-
-
-def test_a_small_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
-    write_whole(tmp_path / "inputs.json", b"{}")
-    assert events == [("sync", "inputs.json.tmp"), ("name", "inputs.json"), ("sync", tmp_path.name)]
-    assert (tmp_path / "inputs.json").read_bytes() == b"{}"
+@pytest.mark.parametrize("written", [lambda path: write(path, TENSORS), lambda path: write_whole(path, b"{}")])
+def test_a_file_gets_its_name_when_it_is_on_the_disk(
+    written: Callable[[Path], object], tmp_path: Path, events: list[tuple[str, str]]
+) -> None:
+    written(tmp_path / "file")
+    assert events == [("sync", "file.tmp"), ("name", "file"), ("sync", tmp_path.name)]
+    assert (tmp_path / "file").stat().st_size
 
 
 def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tuple[str, str]]) -> None:
