@@ -85,4 +85,4 @@ class Found(StackedProjections):
         return self.reading(layer).scoring(self.decoder)
 
     def input_norm(self, layer: int) -> Place | None:
-        return self.input and self.input.place({"layer": str(layer)}, "weight")
+        return None if self.input is None else self.input.place({"layer": str(layer)}, "weight")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from tiny import tiny_config
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST
+from convert.hosts.deepseek_v3 import HOST
 from convert.hosts.latent import rope_parameters
 
 # ---- frequencies -----------------------------------------------------------------------------------------------------
@@ -69,38 +68,14 @@ def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
-    "smollm3": {"no_rope_layers": [1, 1, 1]},
-    "mistral": {"sliding_window": 128},
-    "ministral": {"sliding_window": 128, "layer_types": ["sliding_attention"] * 3},
-    "cwm": {"sliding_window": 128, "layer_types": ["sliding_attention"] * 3},
-}
-
-
-def reason(model_type: str, **changes: Any) -> str | None:
-    family = FAMILIES[model_type].of(tiny_config(model_type, **changes))
-    return HOST.refuses(family, family.spec.latent(16, 8))
-
-
-@pytest.mark.parametrize("model_type", _LIKE_LLAMA)
-def test_blocks_like_llamas_are_carried(model_type: str) -> None:
-    assert reason(model_type, **PLAIN.get(model_type, {})) is None
-
-
 def test_query_biases_go_through_the_latent_of_queries() -> None:
-    for model_type, changes in (("qwen2", {}), ("llama", {"attention_bias": True}), ("deepseek_v3", {"q_lora_rank": 80})):
-        config = tiny_config(model_type, **changes)
-        assert reason(model_type, **changes) is None
-        sized = HOST.sized({}, FAMILIES[config.model_type].of(config), FAMILIES[model_type].of(config).spec.latent(16, 8))
-        assert sized.q_lora_rank == 80
+    biased = (("qwen2", {}), ("llama", {"attention_bias": True}), ("deepseek_v3", {"q_lora_rank": 80}))
+    for model_type, changes in (*biased, ("llama", {})):
+        family = FAMILIES[model_type].of(tiny_config(model_type, **changes))
+        target, through = family.spec.latent(16, 8), (model_type, changes) != ("llama", {})
+        assert HOST.refuses(family, target) is None
+        sized = HOST.sized({}, family, target)
+        assert sized.q_lora_rank == (80 if through else None)
         assert FAMILIES["deepseek_v3"].of(sized).unreadable is None
-        assert HOST.notes(FAMILIES[config.model_type].of(config)) == (
-            "query biases go through q_a_proj, an identity with a constant: 64 × 80 more weights in each layer",
-        )
-    config = tiny_config("llama")
-    assert (
-        HOST.sized({}, FAMILIES[config.model_type].of(config), AttentionSpec.from_config(config).latent(16, 8)).q_lora_rank
-        is None
-    )
-    assert HOST.notes(FAMILIES[config.model_type].of(config)) == ()
+        note = "query biases go through q_a_proj, an identity with a constant: 64 × 80 more weights in each layer"
+        assert HOST.notes(family) == ((note,) if through else ())

@@ -22,6 +22,13 @@ PADS = [
     for name in sorted(phi.HOST.families)
     for pad in (VOCABULARY, -VOCABULARY - 1)
 ]
+PLAIN: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "mistral": {"sliding_window": 128},
+    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
+    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
+}
 # Of latents, or of one KV head: a source, and what is said of it; None if it is held.
 LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
     deepseek_v3.HOST: [
@@ -41,6 +48,7 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("llama", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic' has no fixed list of frequencies"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, None),
+        *((name, PLAIN.get(name, {}), None) for name in deepseek_v3._LIKE_LLAMA),
     ],
     minicpm3.HOST: [
         ("gemma", {"use_bidirectional_attention": True}, "config.json sets use_bidirectional_attention to True"),
