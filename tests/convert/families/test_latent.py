@@ -21,7 +21,7 @@ from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.latent import V3
+from convert.families.latent import LatentLayout, NormalisedLatent
 from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.hosts.deepseek_v3 import HOST
 
@@ -288,23 +288,24 @@ def test_a_latent_with_a_bias_is_not_read() -> None:
         FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"q_lora_rank": 12},
-        {"q_lora_rank": 64},
-        {"first_k_dense_replace": 2},
-        {"first_k_dense_replace": None},
-        {"attention_bias": False},
-        {"rope_interleave": False},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                             "original_max_position_embeddings": 32}},
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "deepseek_v3": [
+        {"q_lora_rank": 12}, {"q_lora_rank": 64}, {"first_k_dense_replace": 2}, {"first_k_dense_replace": None},
+        {"attention_bias": False}, {"rope_interleave": False}, {"rope_parameters": YARN},
     ],
-)  # fmt: skip
-def test_configs_that_kvfold_does_not_write_have_norms_that_do_something(changes: dict[str, Any]) -> None:
-    assert FAMILY.of(tiny_config("deepseek_v3")) == FAMILY
-    assert FAMILY.of(tiny_config("deepseek_v3", q_lora_rank=query_rank(64))) == FAMILY
-    assert FAMILY.of(tiny_config("deepseek_v3", **changes)) == V3
+    "minicpm3": [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [(name, changes) for name, rows in OTHERS.items() for changes in rows])
+def test_configs_that_kvfold_does_not_write_have_norms_that_do_something(model_type: str, changes: dict[str, Any]) -> None:
+    family = FAMILIES[model_type]
+    assert isinstance(family, LatentLayout)
+    for written in ({}, {"q_lora_rank": query_rank(64)}):
+        assert family.of(tiny_config(model_type, **written)) == family
+    assert family.of(tiny_config(model_type, **changes)) == NormalisedLatent(model_type, family.pairing)
 
 
 @pytest.mark.parametrize("name", ["q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight"])

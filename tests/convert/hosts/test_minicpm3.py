@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tiny import tiny_config
 from written import Convert, Make, ok, weights
 
 from convert.families import family_of
-from convert.families.latent import NormalisedLatent
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -30,13 +28,6 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
         assert torch.equal(after[name], (before[name].double() + 1).to(getattr(torch, stored))), name
     provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert set(norms) <= set(provenance["tensors"]["converted"])
-
-
-@pytest.mark.parametrize("changes", [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}], ids=str)
-def test_minicpms_own_checkpoints_have_the_family_of_a_norm(changes: dict[str, Any]) -> None:
-    family = family_of("minicpm3")
-    assert family.of(tiny_config("minicpm3")) == family
-    assert family.of(tiny_config("minicpm3", **changes)) == NormalisedLatent("minicpm3", "half")
 
 
 def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from latents import stock_module_computes
+from latents import logits_of, stock_module_computes
 from records import factored
 from rows import rows
 from tiny import tiny_config
@@ -125,12 +125,9 @@ SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
 
 
 def logits_on(text: Path, model: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128]
-    with torch.inference_mode():
-        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(model)(ids).logits
-    return found
+    return logits_of(model, AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128])
 
 
 @pytest.mark.parametrize("tied", rows([True, False], [True]))
