@@ -15,8 +15,6 @@ from convert.families.kvfold import KvfoldProjections
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.phi import HOST
 
-FAMILY = sorted(HOST.families)
-
 
 def test_a_config_says_what_the_source_does() -> None:
     config = tiny_config(
