@@ -65,9 +65,6 @@ def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None
     assert FAMILIES["deepseek_v3"].of(sized).unreadable is None, "what is written can be read"
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_query_biases_go_through_the_latent_of_queries() -> None:
     biased = (("qwen2", {}), ("llama", {"attention_bias": True}), ("deepseek_v3", {"q_lora_rank": 80}))
     for model_type, changes in (*biased, ("llama", {})):
