@@ -88,14 +88,13 @@ class Family(ABC):
         layout: How the file stores the projections, for display: "separate projections".
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
-        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
         scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
-        keeps_names: Whether tensors whose roles nobody knows keep their names in results.
-        in_engines: Whether engines that know its class run what becomes of it; False where nobody tried.
+        is_row: Whether it is a row of the registry: results were tried in engines, and tables say the roles of all tensors. Of
+            what experiments found, tensors keep their names.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
@@ -106,7 +105,6 @@ class Family(ABC):
     layout: ClassVar[str]
     has_heads: ClassVar[bool] = True
     needs_code: ClassVar[bool] = False
-    shares_one_head: ClassVar[bool] = False
 
     model_type: str
     _: KW_ONLY
@@ -116,8 +114,7 @@ class Family(ABC):
     scales_rope: bool = False
     restarts_cache: bool = False
     shares_heads: bool = True
-    keeps_names: bool = False
-    in_engines: bool = True
+    is_row: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
@@ -139,8 +136,7 @@ class Family(ABC):
             model_type=config.model_type,
             config=config,
             names=NameTable([replace(row, name=moved(row.name)) for row in self.names.rows]),
-            keeps_names=True,
-            in_engines=False,
+            is_row=False,
             attention_path=moved(self.attention_path),
             base="",
             path=path,
@@ -196,7 +192,7 @@ class Family(ABC):
 
     def beside(self, name: str) -> str | None:
         """The name that a tensor keeps here whose role no table of the source's says; None if it has no place here."""
-        return name if self.keeps_names else None
+        return None if self.is_row else name
 
     # ---- what the config says --------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ it holds itself is MQA by `multi_query`, which it caches once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from attention.record import Attention
 from attention.spec import AttentionSpec
@@ -23,8 +23,6 @@ _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm")
 
 class Falcon(StackedProjections):
     """One of its two tables of names."""
-
-    shares_one_head: ClassVar[bool] = True
 
     def of(self, config: Any) -> Family:
         decoder = decoder_of(config)

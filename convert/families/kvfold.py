@@ -45,7 +45,7 @@ def around(inner: Family, config: Any = None) -> KvfoldProjections:
         names=NameTable([replace(row, name=_PREFIX + row.name) for row in inner.names.rows]),
         attention_path=_PREFIX + inner.attention_path,
         computed=inner.computed,
-        in_engines=inner.in_engines,
+        is_row=inner.is_row,
         shares_heads=False,  # not by a key of config.json that other software reads
         inner=inner,
     )

@@ -100,9 +100,9 @@ class Kvfold(Host):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
             return f"it is built around {stock.name}: {reason}"
-        if inner.get_text_config(decoder=True) is not inner or (not family.in_engines and has_other_models(inner)):
+        if inner.get_text_config(decoder=True) is not inner or (not family.is_row and has_other_models(inner)):
             return "its decoder is inside another model, and the class holds decoders alone"
-        if inner.model_type not in self.families and (family.in_engines or not family.has_heads):
+        if inner.model_type not in self.families and (family.is_row or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
         if not family.has_heads:
             return "it has a latent already, in a stock class"

@@ -47,7 +47,7 @@ class SourceClass(Host):
     def engines(self, family: Family) -> frozenset[str]:
         sinks = family.config is not None and family.traits.sinks
         # MQA by keys of its own, sinks, and what experiments found were not tried in engines.
-        if not family.shares_heads or not family.in_engines or sinks:
+        if not family.shares_heads or not family.is_row or sinks:
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 
@@ -81,4 +81,4 @@ def _changes(family: Family, target: AttentionSpec) -> dict[str, Any]:
 
 _SHARING = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
 HOST = SourceClass(_SHARING)
-MQA_HOST = SourceClass(_SHARING | {name for name, family in FAMILIES.items() if family.shares_one_head})
+MQA_HOST = SourceClass(_SHARING | {"falcon"})  # which shares one KV head by keys of its own (`Family.sharing`)

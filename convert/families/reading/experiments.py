@@ -140,7 +140,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         if type(row) is SeparateProjections:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
-            family = replace(row.of(twin.config), model_type=config.model_type, keeps_names=True, in_engines=False)
+            family = replace(row.of(twin.config), model_type=config.model_type, is_row=False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
             wanted = {name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(layer).items()}
             there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}

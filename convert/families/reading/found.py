@@ -61,8 +61,7 @@ class Found(StackedProjections):
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
     input: Row | None = None
     far_queries: float | None = None
-    keeps_names: bool = True
-    in_engines: bool = False
+    is_row: bool = False
 
     @property
     def traits(self) -> Traits:

@@ -36,7 +36,7 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
         spec = family.spec
         if name in IGNORING:
             assert HOST.refuses(family, spec.grouped(1)) is None
-            why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
+            why = "caches keys and values of all 8 query heads" if name == "falcon" else "ignores num_key_value_heads"
             assert why in str(SOURCE.refuses(family, spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
             assert SOURCE.refuses(family, spec) is None, "a copy"
