@@ -140,15 +140,16 @@ class ClassTensors:
         self._model, self._infos = model, infos
         wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.names = tuple(wanted)
-        self._made, strays = _gathered(model, wanted, infos)
-        self._from: dict[str, _Made] = {}
+        gathered, strays = _gathered(model, wanted, infos)
+        self._from: dict[str, tuple[_Made, str]] = {}  # what a parameter is made of, and its name there
         found: dict[str, tuple[int, ...] | None] = {}
-        for made in self._made:
+        for made in gathered:
             shapes = self._shapes(made)
-            self._from |= dict.fromkeys(shapes, made)
+            self._from |= {name: (made, name) for name in shapes}
             found |= shapes
         missing = {name for name in wanted if name not in self._from}
-        self._tied = _tied(model, missing)
+        for taker, giver in _tied(model, missing).items():
+            self._from[taker] = self._from[giver]
         self.missing = _unless(model._keys_to_ignore_on_load_missing, [name for name in wanted if name in missing])
         self.mismatched = tuple(
             Mismatch(name, shape, wanted[name], self.sources(name))
@@ -161,8 +162,7 @@ class ClassTensors:
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The checkpoint tensors that a parameter is made of; empty if it is missing."""
-        made = self._from.get(self._giver(name))
-        return made.names if made else ()
+        return self._from[name][0].names if name in self._from else ()
 
     def tensor(self, name: str, read: Read) -> torch.Tensor:
         """A parameter, made from the checkpoint tensors that `read` gives, in their dtype.
@@ -170,23 +170,16 @@ class ClassTensors:
         Raises:
             Failure: It is missing or has a wrong shape.
         """
-        giver = self._giver(name)
-        if giver not in self._from:
+        if name not in self._from:
             raise Failure(f"the checkpoint lacks tensor {name}", hint=OTHER_MODEL)
+        made, giver = self._from[name]
         if wrong := next((m for m in self.mismatched if m.parameter == giver), None):
             raise wrong.failure()
-        made = self._from[giver]
         return read(made.names[0]) if made.conversion is None else made.convert(self._model, read)[giver]
 
     def is_converted(self, name: str) -> bool:
         """Whether a parameter is more than a renamed tensor."""
-        made = self._from.get(self._giver(name))
-        return made is not None and made.conversion is not None
-
-    def _giver(self, name: str) -> str:
-        while name in self._tied:
-            name = self._tied[name]
-        return name
+        return name in self._from and self._from[name][0].conversion is not None
 
     def _shapes(self, made: _Made) -> dict[str, tuple[int, ...] | None]:
         """The shapes that some tensors give, by parameter; None if they cannot be combined."""

@@ -8,26 +8,23 @@ A file gets its name only when its bytes are on disk, so that a file that exists
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from attention.errors import Failure
 from eval.inputs.reader import DTYPES, SAFETENSORS, open_safetensors
-from eval.inputs.sealed import give_name, write_whole
+from eval.inputs.sealed import checksum, give_name, write_whole
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**20  # values per chunk that is checked, cast and written; small enough for the CPU's cache
-_AHEAD = 8  # chunks that may wait for the hashing thread
 _FAILING = "the disk or the memory is failing"
 
 
@@ -55,47 +52,22 @@ def write_shard(
     # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
     ordered = dict(sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize))
     temporary = path.with_name(path.name + ".tmp")
-    # A thread hashes and syncs while the next chunk is checked, and while the file is compared.
-    with temporary.open("wb") as file, ThreadPoolExecutor(1) as beside:
-        hashed = _Hashed(file, beside)
+    with temporary.open("wb") as file, ThreadPoolExecutor(2) as beside:
         header = _header(ordered, dtypes)
-        hashed.write(struct.pack("<Q", len(header)) + header)
+        file.write(struct.pack("<Q", len(header)) + header)
         for name, tensor in ordered.items():
             for chunk in _chunks(tensor, dtypes[name]):
                 if not _finite(chunk):
                     raise _not_finite(name, tensor, dtypes[name])
-                hashed.write(_bytes(chunk))
+                file.write(memoryview(chunk.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # missing in numpy's stubs
                 progress(chunk.nbytes)
         file.flush()
-        synced = beside.submit(os.fsync, file.fileno())
+        # It is synced and hashed while it is compared.
+        synced, summed = beside.submit(os.fsync, file.fileno()), beside.submit(checksum, temporary)
         _verify(temporary, ordered, dtypes)
         synced.result()
     give_name(temporary, path)
-    return hashed.checksum()
-
-
-class _Hashed:
-    """A file that hashes its bytes as they are written.
-
-    Args:
-        file: Open for writing.
-        beside: An executor with one thread, which hashes.
-    """
-
-    def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
-        self._file, self._beside = file, beside
-        self._hash, self._pending = hashlib.sha256(), deque[Future[None]]()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._pending.append(self._beside.submit(self._hash.update, data))
-        if len(self._pending) > _AHEAD:
-            self._pending.popleft().result()
-        self._file.write(data)
-
-    def checksum(self) -> str:
-        while self._pending:
-            self._pending.popleft().result()
-        return self._hash.hexdigest()
+    return summed.result()
 
 
 def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
@@ -122,16 +94,8 @@ def _finite(chunk: torch.Tensor) -> bool:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors hold the same bytes; compares eight at a time, since `equal` compares value by value."""
-    a, b = a.view(torch.uint8), b.view(torch.uint8)
-    if a.storage_offset() % 8 or b.storage_offset() % 8:
-        return torch.equal(a, b)
-    whole = len(a) // 8 * 8
-    return torch.equal(a[:whole].view(torch.int64), b[:whole].view(torch.int64)) and torch.equal(a[whole:], b[whole:])
-
-
-def _bytes(chunk: torch.Tensor) -> memoryview:
-    return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # missing in numpy's stubs
+    """Whether two flat tensors hold the same bytes; numpy compares many at once, and torch value by value."""
+    return bool((a.view(torch.uint8).numpy() == b.view(torch.uint8).numpy()).all())
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:

@@ -61,11 +61,12 @@ class Job:
         norm, found = self.plan.family.input_norm(layer), self.manifest.reader.infos
         if norm is None:
             return None, None
-        tensors = {name: self.manifest.reader[name] for kind in ("weight", "bias") if (name := f"{norm.name}.{kind}") in found}
+        names = (norm.name, f"{norm.name.removesuffix('.weight')}.bias")
+        tensors = {name: self.manifest.reader[name] for name in names if name in found}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
-        gain, bias = tensors.get(f"{norm.name}.weight"), tensors.get(f"{norm.name}.bias")
-        return None if gain is None else gain.double() + norm.gain_offset, bias
+        gain, bias = map(tensors.get, names)
+        return None if gain is None else gain.double() + norm.offset, bias
 
     def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
         """The tensors of a layer's attention by name, and their record in the form that methods take.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from attention.models import MODEL_TYPE
 from convert.families import alibi, falcon, gpt2, latent, separate, stacked
 from convert.families.base import Family
-from convert.families.kvfold import around
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -30,18 +28,15 @@ UNREAD = {
 __all__ = ["FAMILIES", "UNREAD", "Family", "family_of"]
 
 
-def family_of(model_type: str, inner: str | None = None) -> Family:
+def family_of(model_type: str) -> Family:
     """The family of a config's `model_type`.
 
     Args:
         model_type: As in config.json.
-        inner: The model type of its `text_config`, which kvfold's class has.
 
     Raises:
         Refusal: No family has that model type, with the reason if there is one; the hint lists the known ones.
     """
-    if model_type == MODEL_TYPE and inner is not None:
-        return around(family_of(inner))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     raise Refusal(

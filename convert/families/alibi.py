@@ -12,6 +12,7 @@ from typing import Any
 
 from convert.families.base import CLIP, Traits
 from convert.families.names import NameTable, Row, in_layers
+from convert.families.projections import PARTS
 from convert.families.separate import nowhere
 from convert.families.stacked import MEGATRON, StackedProjections
 from convert.families.tables import megatron
@@ -107,7 +108,7 @@ MPT = Mpt(
         ]
     ),
     qkv_name="Wqkv",
-    o_name="out_proj",
+    projections=(*PARTS, "out_proj"),
     rotates=nowhere,
     shares_heads=False,
     attention_path="transformer.blocks.{layer}.attn",

@@ -17,24 +17,11 @@ from attention.record import Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
-from convert.families.names import NameTable
+from convert.families.names import NameTable, Place
 from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class InputNorm:
-    """The norm of an attention's input.
-
-    Attributes:
-        name: The path of its module; the checkpoint holds `{name}.weight`, and perhaps `{name}.bias`.
-        gain_offset: 1 if the checkpoint stores gain − 1, else 0.
-    """
-
-    name: str
-    gain_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,12 +50,6 @@ class Traits:
     def clip(self) -> float | None:
         """The bound that clamps queries, keys and values, behind QK-norm and before RoPE; None without a clamp."""
         return self.extra_features.get(CLIP)
-
-    @property
-    def behind_projections(self) -> Traits:
-        """The features that are left for a record that reads `attention.record.HeadProjections`."""
-        extra = {field: value for field, value in self.extra_features.items() if field != CLIP}
-        return replace(self, qk_norm=None, extra_features=extra)
 
     @property
     def unmodelled(self) -> list[str]:
@@ -107,14 +88,13 @@ class Family(ABC):
         layout: How the file stores the projections, for display: "separate projections".
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
-        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
         scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
-        keeps_names: Whether tensors whose roles nobody knows keep their names in results.
-        in_engines: Whether engines that know its class run what becomes of it; False where nobody tried.
+        is_row: Whether it is a row of the registry: results were tried in engines, and tables say the roles of all tensors. Of
+            what experiments found, tensors keep their names.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
@@ -125,7 +105,6 @@ class Family(ABC):
     layout: ClassVar[str]
     has_heads: ClassVar[bool] = True
     needs_code: ClassVar[bool] = False
-    shares_one_head: ClassVar[bool] = False
 
     model_type: str
     _: KW_ONLY
@@ -135,8 +114,7 @@ class Family(ABC):
     scales_rope: bool = False
     restarts_cache: bool = False
     shares_heads: bool = True
-    keeps_names: bool = False
-    in_engines: bool = True
+    is_row: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
@@ -157,9 +135,8 @@ class Family(ABC):
             self,
             model_type=config.model_type,
             config=config,
-            names=NameTable([replace(row, path=moved(row.path)) for row in self.names.rows]),
-            keeps_names=True,
-            in_engines=False,
+            names=NameTable([replace(row, name=moved(row.name)) for row in self.names.rows]),
+            is_row=False,
             attention_path=moved(self.attention_path),
             base="",
             path=path,
@@ -215,7 +192,7 @@ class Family(ABC):
 
     def beside(self, name: str) -> str | None:
         """The name that a tensor keeps here whose role no table of the source's says; None if it has no place here."""
-        return name if self.keeps_names else None
+        return None if self.is_row else name
 
     # ---- what the config says --------------------------------------------------------------------------------------
 
@@ -353,7 +330,6 @@ class Family(ABC):
         """The path of the layer's output projection."""
         return f"{self.module(layer)}.o_proj"
 
-    def input_norm(self, layer: int) -> InputNorm | None:
-        """The norm whose output the layer's attention reads; None if there is none, or if it has no gains."""
-        place = self.names.holding(f"layers.{layer}.attention_norm.weight")
-        return InputNorm(place.name.removesuffix(".weight"), place.offset) if place else None
+    def input_norm(self, layer: int) -> Place | None:
+        """The gains of the norm whose output the layer's attention reads; None if there are none."""
+        return self.names.holding(f"layers.{layer}.attention_norm.weight")

@@ -7,17 +7,14 @@ it holds itself is MQA by `multi_query`, which it caches once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from attention.record import Attention, Record
+from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import Family, decoder_of
 from convert.families.names import in_layers
 from convert.families.stacked import MEGATRON, StackedProjections
 from convert.families.tables import megatron
-
-if TYPE_CHECKING:
-    import torch
 
 _LAYERS = "transformer.h"
 _ONE_NORM = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head")
@@ -26,8 +23,6 @@ _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm")
 
 class Falcon(StackedProjections):
     """One of its two tables of names."""
-
-    shares_one_head: ClassVar[bool] = True
 
     def of(self, config: Any) -> Family:
         decoder = decoder_of(config)
@@ -75,25 +70,20 @@ class Falcon(StackedProjections):
     def sharing(self, spec: AttentionSpec) -> dict[str, Any]:
         return {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}
 
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        return super().join(_rotating_everywhere(record), spec, layer)
+    def in_class(self, a: Attention, layer: int) -> Attention:
+        """The same record with pairs of rotary dims D/2 apart, as in the class, which rotates all D."""
+        dims = a.rotary.dims if a.rotary else 0
+        if dims != a.q.shape[1]:
+            order = _order(dims, a.q.shape[1])
+            q_bias, k_bias = (None if bias is None else bias[:, order] for bias in (a.q_bias, a.k_bias))
+            a = replace(a, q=a.q[:, order], k=a.k[:, order], q_bias=q_bias, k_bias=k_bias)
+        return super().in_class(a, layer)
 
     def describe(self) -> dict[str, Any]:
         facts = super().describe()
         if self.decoder.new_decoder_architecture:
             facts["also"] |= {"KV heads that transformers caches": self.decoder.num_attention_heads}
         return facts
-
-
-def _rotating_everywhere(a: Attention) -> Attention:
-    """The same record with pairs of rotary dims D/2 apart, as in the class, which rotates all D."""
-    dims = a.rotary.dims if a.rotary else 0
-    if dims == a.q.shape[1]:
-        return a
-    order = _order(dims, a.q.shape[1])
-    q_bias, k_bias = (None if bias is None else bias[:, order] for bias in (a.q_bias, a.k_bias))
-    return replace(a, q=a.q[:, order], k=a.k[:, order], q_bias=q_bias, k_bias=k_bias)
 
 
 def _order(rotary: int, dims: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.names import in_layers
+from convert.families.projections import PARTS
 from convert.families.separate import nowhere
 from convert.families.stacked import BY_KV_HEAD, BY_PART, StackedProjections
 from convert.families.tables import GPT2
@@ -43,9 +44,10 @@ class Conv1DProjections(_LikeGpt2):
         return record.with_queries_times(1 / (layer + 1)) if self.folded else record
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        divided = record.with_queries_times(layer + 1) if self.folded else record
-        return _transposed(super().join(divided, spec, layer))
+        return _transposed(super().join(record, spec, layer))
+
+    def in_class(self, a: Attention, layer: int) -> Attention:
+        return super().in_class(a.with_queries_times(layer + 1) if self.folded else a, layer)
 
     @property
     def folded(self) -> tuple[str, ...]:
@@ -63,15 +65,14 @@ class MultiQueryProjections(_LikeGpt2):
     def class_kv_heads(self) -> int:
         return 1 if self.decoder.multi_query else super().class_kv_heads
 
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        assert len(record.k) in (1, len(record.q)), "the class has one KV head, or as many as query heads"
-        return super().join(record, spec, layer)
+    def in_class(self, a: Attention, layer: int) -> Attention:
+        assert len(a.k) in (1, len(a.q)), "the class has one KV head, or as many as query heads"
+        return super().in_class(a, layer)
 
 
 _ALIKE: dict[str, Any] = {
     "qkv_name": "c_attn",
-    "o_name": "c_proj",
+    "projections": (*PARTS, "c_proj"),
     "qkv_bias": True,
     "o_bias": True,
     "rotates": nowhere,

@@ -18,11 +18,11 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
 from convert.families.projections import (
+    NAMES,
     join_factors,
     join_heads,
     join_projections,
     or_zeros,
-    projection_shapes,
     split_factors,
     split_projections,
 )
@@ -30,10 +30,9 @@ from convert.families.projections import (
 if TYPE_CHECKING:
     import torch
 
-_NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
-# What is behind a source's projections, by its name without them: maps of each head's queries, and shared heads.
+# What is behind a source's projections: maps of each head's queries, in place of those here, and shared heads.
 _OF_HEADS = "q_head_proj.weight"
-_BEHIND = {"k_proj.weight": "k_head_proj.weight", "v_proj.weight": "v_head_proj.weight"}
+_BEHIND = ("q_proj", "k_head_proj", "v_head_proj", "o_proj")
 _PREFIX = "model."  # of the source's class
 
 
@@ -43,10 +42,10 @@ def around(inner: Family, config: Any = None) -> KvfoldProjections:
     return KvfoldProjections(
         MODEL_TYPE,
         config=config,
-        names=NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows]),
+        names=NameTable([replace(row, name=_PREFIX + row.name) for row in inner.names.rows]),
         attention_path=_PREFIX + inner.attention_path,
         computed=inner.computed,
-        in_engines=inner.in_engines,
+        is_row=inner.is_row,
         shares_heads=False,  # not by a key of config.json that other software reads
         inner=inner,
     )
@@ -78,38 +77,39 @@ class KvfoldProjections(Family):
         return None if kept is None else _PREFIX + kept
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec.of_layer(layer), self.decoder.hidden_size
-        if self.needs_projections:
-            shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (width, spec.num_heads * spec.head_dim)}
-            shapes |= {"o_proj.bias": (width,)} if self.config.o_bias else {}
-            queries = _projected(self.config).head_dim
-            shapes |= _projected_shapes(self.config) | _shapes_behind(spec, self.dims_of_heads, queries)
-        else:
-            made = _shapes_of_latent if spec.kv_lora_rank else projection_shapes
-            shapes = made(spec, width, self.config.qkv_bias, self.config.o_bias)
-        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
+        """Those of the class's own attention, without weights."""
+        import torch
+
+        from attention.models.modeling_kvfold import GroupedAttention, KvfoldLatentAttention
+
+        with torch.device("meta"):
+            attention = (KvfoldLatentAttention if self.spec.kv_lora_rank else GroupedAttention)(self.config, layer)
+        return {f"{self.module(layer)}.{name}": tuple(tensor.shape) for name, tensor in attention.named_parameters()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
-        prefix, spec, behind = f"{self.module(layer)}.", self.spec.of_layer(layer), self.needs_projections
+        prefix, spec, scale, rotary = f"{self.module(layer)}.", self.spec.of_layer(layer), self.scale, self.rotary(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        own, scale, rotary = _renamed(local) if behind else local, self.scale, self.rotary(layer)
+        names, projections = NAMES, None
+        if self.needs_projections:
+            names, projections = _BEHIND, _projections(local, self.config)
+            local["q_proj.weight"] = local[_OF_HEADS].flatten(0, 1)
+            local.pop("q_proj.bias", None)
         record: Record
         if spec.kv_lora_rank:
-            record = split_factors(own, spec, scale, rotary or no_rotary())
+            record = split_factors(local, spec, scale, rotary or no_rotary())
         else:
-            record = split_projections(own, spec.head_dim, scale, rotary)
-        projections = _projections(local, self.config) if behind else None
+            record = split_projections(local, spec.head_dim, scale, rotary, names)
         return replace(record, projections=projections, scoring=self.scoring(layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
         if isinstance(record, Attention):
-            local = join_projections(record if record.projections is None else record.paired("half"))
+            behind = record.projections is not None
+            local = join_projections(record.paired("half") if behind else record, _BEHIND if behind else NAMES)
         else:
             local = _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
-            local = {_BEHIND.get(name, name): tensor for name, tensor in local.items()}
             local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
@@ -151,60 +151,15 @@ class KvfoldProjections(Family):
         return self.inner.scoring(layer)
 
 
-def _shapes_of_latent(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a latent's projections, by its name in the attention's module."""
-    queries, cached = spec.num_heads * spec.key_dim, (spec.kv_lora_rank or 0) + spec.qk_rope_head_dim
-    made = spec.num_heads * (spec.qk_nope_head_dim + spec.head_dim), spec.kv_lora_rank or 0
-    sizes = ((queries, width), (cached, width), made, (width, spec.num_heads * spec.head_dim))
-    biased = (qkv_bias, qkv_bias and spec.qk_rope_head_dim > 0, False, o_bias)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in zip(_NAMES, sizes, strict=True)}
-    return shapes | {f"{name}.bias": size[:1] for name, size, bias in zip(_NAMES, sizes, biased, strict=True) if bias}
-
-
-def _norm(config: Any) -> NormForm | None:
-    return NormForm(**config.qk_norm) if config.qk_norm else None
-
-
 def _projected(config: Any) -> AttentionSpec:
     """The heads that a source with QK-norm or a clamp projects."""
     heads = AttentionSpec.of_heads(config.text_config)
     return replace(heads, num_kv_heads=config.projected_kv_heads or heads.num_kv_heads)
 
 
-def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The source's projections of queries, keys and values, and their norms."""
-    spec = _projected(config)
-    shapes = projection_shapes(spec, config.text_config.hidden_size, config.qkv_bias, False)
-    del shapes["o_proj.weight"]
-    if form := _norm(config):
-        parts = ("weight", "bias") if form.bias else ("weight",)
-        counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": spec.num_kv_heads if form.per_head else 1}
-        shapes |= {f"{name}.{part}": (count, spec.head_dim) for name, count in counts.items() for part in parts}
-    return shapes
-
-
-def _shapes_behind(spec: AttentionSpec, inputs: int, queries: int) -> dict[str, tuple[int, ...]]:
-    """What reads a source's projections: shared heads or a latent, of `inputs` numbers, and maps of each head's `queries`."""
-    rank = spec.kv_lora_rank or 0
-    if not rank:
-        shared = spec.num_kv_heads * spec.head_dim, inputs
-        return {_OF_HEADS: (spec.num_heads, spec.head_dim, queries), **dict.fromkeys(_BEHIND.values(), shared)}
-    return {
-        _OF_HEADS: (spec.num_heads, spec.key_dim, queries),
-        "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, inputs),
-        "kv_b_proj.weight": (spec.num_heads * (spec.qk_nope_head_dim + spec.head_dim), rank),
-    }
-
-
-def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of what is behind a source's projections, by the names without these."""
-    kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
-    kept |= {name: local[behind] for name, behind in _BEHIND.items() if behind in local}
-    return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
-
-
 def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjections:
-    a, form = split_projections(local, _projected(config).head_dim, 1.0, None), _norm(config)
+    a = split_projections(local, _projected(config).head_dim, 1.0, None)
+    form = NormForm(**config.qk_norm) if config.qk_norm else None
     q_norm, k_norm = (
         form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
     )

@@ -50,16 +50,17 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """One tensor of a checkpoint: its name and what it holds.
+class Row:
+    """One line of a table: the path of a kind of module in a checkpoint, and its roles.
 
     Attributes:
-        name: Its name in the checkpoint.
-        roles: What it holds, each with the last part of the name: `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
-            Several are stacked along their output rows in equal parts.
-        transposed: Whether it is stored `[…, in, out]` instead of `[…, out, in]`.
+        name: The path, with `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is
+            the path plus a last part ("weight", "bias" or another one of the class), which its roles keep.
+        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
+            parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
+        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
         leading: How many rows the first of two roles has, if not half of them.
-        offset: What is added to the stored tensor, of one role: 1 where a norm stores gain − 1.
+        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
     """
 
     name: str
@@ -68,58 +69,70 @@ class Place:
     leading: int | None = None
     offset: float = 0.0
 
+    def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
+        """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
+        if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
+            return None
+        roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
+        name, weight = f"{self.name.format(**numbers)}.{last}", last == _WEIGHT
+        return Place(name, roles, self.transposed and weight, self.leading, self.offset if weight else 0.0)
+
+
+class Place(Row):
+    """One tensor of a checkpoint: its name and what it holds, as a row says, each with the last part of the name.
+
+    Its roles are `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
+    """
+
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of the tensor by role, as views unless there is an offset. Raises `Failure` as `shapes` does."""
-        shapes = self.shapes(tuple(tensor.shape))
-        rows_first = tensor.mT if self.transposed else tensor
-        if len(self.roles) == 1:
-            return {self.roles[0]: _plus(rows_first, self.offset)}
-        parts = rows_first.split([shape[self._rows] for shape in shapes.values()], self._rows)
-        return dict(zip(self.roles, parts, strict=True))
-
-    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The stored tensor, from its parts by role. Raises `Failure` as `shape` does."""
-        import torch
-
-        self.shape({role: tuple(parts[role].shape) for role in self.roles})
-        found = [parts[role] for role in self.roles]
-        rows_first = _plus(found[0], -self.offset) if len(found) == 1 else torch.cat(found, self._rows)
-        return rows_first.mT if self.transposed else rows_first
-
-    def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parts of a tensor of shape `stored`, by role.
+        """The parts of the tensor by role, as views unless there is an offset.
 
         Raises:
             Failure: The rows do not divide into such parts.
         """
-        shape, count = self._turned(stored, f"{self.name} is {list(stored)}"), len(self.roles)
-        if count == 1:
-            return {self.roles[0]: shape}
-        sizes = self._sizes([shape])
-        if sizes is None:
-            raise Failure(f"{self.name} is {list(stored)} and should hold {self._held}", hint=_CHECK)
-        return {role: _with_rows(shape, self._rows, size) for role, size in zip(self.roles, sizes, strict=True)}
+        rows_first = self._turned(tensor, f"{self.name} is {list(tensor.shape)}")
+        if len(self.roles) == 1:
+            return {self.roles[0]: _plus(rows_first, self.offset)}
+        if (sizes := self._sizes([rows_first])) is None:
+            raise Failure(f"{self.name} is {list(tensor.shape)} and should hold {self._held}", hint=_CHECK)
+        return dict(zip(self.roles, rows_first.split(sizes, self._rows), strict=True))
 
-    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The stored shape, from the shapes of the parts by role.
+    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The stored tensor, from its parts by role.
 
         Raises:
             Failure: The parts cannot be stacked.
         """
-        found, whole = [parts[role] for role in self.roles], parts[self.roles[0]]
-        if len(found) > 1:
-            sizes = self._sizes(found)
-            if sizes is None or found != [_with_rows(whole, self._rows, size) for size in sizes]:
-                what = " and ".join(f"{role} {list(shape)}" for role, shape in zip(self.roles, found, strict=True))
-                raise Failure(f"{self.name} holds {self._held}, and there are {what}", hint=_CHECK)
-            whole = _with_rows(whole, self._rows, sum(sizes))
-        return self._turned(whole, f"{self.roles[0]} is {list(whole)}")
+        import torch
 
-    def _sizes(self, shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-        """How many rows each role has of those that tensors of these shapes have together; None if they do not divide so."""
-        if any(len(shape) < -self._rows for shape in shapes):
+        found = [parts[role] for role in self.roles]
+        if len(found) == 1:
+            rows_first = _plus(found[0], -self.offset)
+        else:
+            sizes, columns = self._sizes(found), {(*part.shape[: self._rows], *part.shape[self._rows :][1:]) for part in found}
+            if sizes is None or len(columns) > 1 or sizes != [part.shape[self._rows] for part in found]:
+                what = " and ".join(f"{role} {list(part.shape)}" for role, part in zip(self.roles, found, strict=True))
+                raise Failure(f"{self.name} holds {self._held}, and there are {what}", hint=_CHECK)
+            rows_first = torch.cat(found, self._rows)
+        return self._turned(rows_first, f"{self.roles[0]} is {list(rows_first.shape)}")
+
+    def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parts of a tensor of shape `stored`, by role. Raises `Failure` as `split` does."""
+        import torch
+
+        return {role: tuple(part.shape) for role, part in self.split(torch.empty(stored, device="meta")).items()}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The stored shape, from the shapes of the parts by role. Raises `Failure` as `join` does."""
+        import torch
+
+        return tuple(self.join({role: torch.empty(parts[role], device="meta") for role in self.roles}).shape)
+
+    def _sizes(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """How many rows each role has of those that tensors have together; None if they do not divide so."""
+        if any(tensor.ndim < -self._rows for tensor in tensors):
             return None
-        rows, count = sum(shape[self._rows] for shape in shapes), len(self.roles)
+        rows, count = sum(tensor.shape[self._rows] for tensor in tensors), len(self.roles)
         if self.leading is not None:
             return [self.leading, rows - self.leading] if rows > self.leading else None
         return None if rows % count else [rows // count] * count
@@ -135,41 +148,10 @@ class Place:
         """The dimension of the outputs in a weight `[…, out, in]` or a bias `[…, out]`."""
         return -1 if self.name.endswith(f".{_BIAS}") else -2
 
-    def _turned(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
-        if not self.transposed:
-            return shape
-        if len(shape) < 2:
+    def _turned(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        if self.transposed and tensor.ndim < 2:
             raise Failure(f"{what} and should be a matrix", hint=_CHECK)
-        return (*shape[:-2], shape[-1], shape[-2])
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table: the path of a kind of module in a checkpoint, and its roles.
-
-    Attributes:
-        path: With `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is the path
-            plus a last part ("weight", "bias" or another one of the class), which its roles keep.
-        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
-            parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
-        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
-        leading: How many rows the first of two roles has, if not half of them.
-        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
-    """
-
-    path: str
-    roles: tuple[str, ...]
-    transposed: bool = False
-    leading: int | None = None
-    offset: float = 0.0
-
-    def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
-        """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
-        if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
-            return None
-        roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
-        name, weight = f"{self.path.format(**numbers)}.{last}", last == _WEIGHT
-        return Place(name, roles, self.transposed and weight, self.leading, self.offset if weight else 0.0)
+        return tensor.mT if self.transposed else tensor
 
 
 def in_layers(layers: str, path: str, *roles: str, transposed: bool = False) -> Row:
@@ -181,24 +163,12 @@ class NameTable:
     """The names and roles of one layout, looked up in both directions.
 
     Args:
-        rows: In any order. No path and no role may occur twice.
-
-    Raises:
-        ValueError: One occurs twice, a role is not in `ROLES`, or a role has other numbers than its path.
+        rows: In any order. No path and no role occurs twice, and the roles, of `ROLES`, have the numbers of their paths.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = tuple(rows)
-        roles = [role for row in self.rows for role in row.roles]
-        for kind, found in (("path", [row.path for row in self.rows]), ("role", roles)):
-            if len(set(found)) < len(found):
-                raise ValueError(f"a {kind} occurs twice: {sorted(found)}")
-        for row in self.rows:
-            if unknown := [role for role in row.roles if role not in ROLES]:
-                raise ValueError(f"{row.path} has unknown roles: {unknown}")
-            if any(set(_NUMBER.findall(role)) != set(_NUMBER.findall(row.path)) for role in row.roles):
-                raise ValueError(f"{row.path} and its roles have different numbers: {row.roles}")
-        self._paths = [(_pattern(row.path), row) for row in self.rows]
+        self._paths = [(_pattern(row.name), row) for row in self.rows]
         self._roles = [(_pattern(role), row) for row in self.rows for role in row.roles]
 
     def place(self, name: str) -> Place | None:
@@ -211,8 +181,8 @@ class NameTable:
 
     def replacing(self, *rows: Row, without: Sequence[str] = ()) -> NameTable:
         """This table with `rows` in place of rows that share a path or a role with them, and without the roles `without`."""
-        paths, roles = {row.path for row in rows}, {role for row in rows for role in row.roles} | set(without)
-        return NameTable([*(row for row in self.rows if row.path not in paths and not roles & set(row.roles)), *rows])
+        paths, roles = {row.name for row in rows}, {role for row in rows for role in row.roles} | set(without)
+        return NameTable([*(row for row in self.rows if row.name not in paths and not roles & set(row.roles)), *rows])
 
     def storing_gains_less_one(self) -> NameTable:
         """This table for a class whose norms store gain − 1."""
@@ -220,7 +190,6 @@ class NameTable:
 
 
 _WEIGHT, _BIAS = "weight", "bias"
-_NUMBER = re.compile(r"\{(\w+)\}")
 _CHECK = "config.json and the weights are not of the same model"
 
 
@@ -239,9 +208,3 @@ def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place |
 def _plus(tensor: torch.Tensor, offset: float) -> torch.Tensor:
     """The sum in fp64, so that what is stored of it is rounded once; the tensor itself if there is nothing to add."""
     return tensor.double() + offset if offset else tensor
-
-
-def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
-    changed = list(shape)
-    changed[dim] = rows
-    return tuple(changed)

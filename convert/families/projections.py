@@ -5,8 +5,7 @@ All names are those in the attention's module: "q_proj.weight".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attention.record import Attention, FactoredAttention, HeadProjections
@@ -18,57 +17,35 @@ if TYPE_CHECKING:
     from attention.rope import Rotary
 
 
-def projection_shapes(
-    spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool, o_name: str = "o_proj"
-) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, by its name; E = `width`."""
-    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, count in heads.items():
-        shapes[f"{name}.weight"] = (count * spec.head_dim, width)
-        if qkv_bias:
-            shapes[f"{name}.bias"] = (count * spec.head_dim,)
-    shapes[f"{o_name}.weight"] = (width, spec.num_heads * spec.head_dim)
-    if o_bias:
-        shapes[f"{o_name}.bias"] = (width,)
-    return shapes
+PARTS = ("q_proj", "k_proj", "v_proj")
+NAMES = (*PARTS, "o_proj")
 
 
 def split_projections(
-    local: Mapping[str, torch.Tensor], head_dim: int, scale: float, rotary: Rotary | None, o_name: str = "o_proj"
+    local: Mapping[str, torch.Tensor], head_dim: int, scale: float, rotary: Rotary | None, names: Sequence[str] = NAMES
 ) -> Attention:
     """The record of these tensors, as views, without norms."""
-    depth = (-1, head_dim)  # [heads * D, …] -> [heads, D, …]
-    bias = {part: local[f"{part}_proj.bias"].unflatten(0, depth) for part in "qkv" if f"{part}_proj.bias" in local}
-    return Attention(
-        q=local["q_proj.weight"].unflatten(0, depth),
-        k=local["k_proj.weight"].unflatten(0, depth),
-        v=local["v_proj.weight"].unflatten(0, depth),
-        o=local[f"{o_name}.weight"].unflatten(1, depth),
-        scale=scale,
-        rotary=rotary,
-        q_bias=bias.get("q"),
-        k_bias=bias.get("k"),
-        v_bias=bias.get("v"),
-        o_bias=local.get(f"{o_name}.bias"),
-    )
+    depth, (*parts, o_name) = (-1, head_dim), names  # [heads * D, …] -> [heads, D, …]
+    q, k, v = (local[f"{name}.weight"].unflatten(0, depth) for name in parts)
+    biases = (local.get(f"{name}.bias") for name in parts)
+    q_bias, k_bias, v_bias = (None if bias is None else bias.unflatten(0, depth) for bias in biases)
+    o, o_bias = local[f"{o_name}.weight"].unflatten(1, depth), local.get(f"{o_name}.bias")
+    return Attention(q, k, v, o, scale, rotary, q_bias, k_bias, v_bias, o_bias)
 
 
-def join_projections(a: Attention, o_name: str = "o_proj") -> dict[str, torch.Tensor]:
+def join_projections(a: Attention, names: Sequence[str] = NAMES) -> dict[str, torch.Tensor]:
     """The inverse of `split_projections`."""
     assert a.sinks is None, "sinks are no projections, and would be lost"
-    local = join_heads(a)
-    local[f"{o_name}.weight"] = a.o.flatten(1)
-    if a.o_bias is not None:
-        local[f"{o_name}.bias"] = a.o_bias
-    return local
+    *parts, o_name = names
+    local = join_heads(a, parts) | {f"{o_name}.weight": a.o.flatten(1)}
+    return local if a.o_bias is None else local | {f"{o_name}.bias": a.o_bias}
 
 
-def join_heads(a: Attention | HeadProjections) -> dict[str, torch.Tensor]:
+def join_heads(a: Attention | HeadProjections, names: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
     """The projections of queries, keys and values, with the heads stacked in their output rows."""
-    local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", a.q), ("k", a.k), ("v", a.v))}
-    biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
-    return local | {f"{part}_proj.bias": rows.flatten() for part, rows in biases if rows is not None}
+    local = {f"{name}.weight": rows.flatten(0, 1) for name, rows in zip(names, (a.q, a.k, a.v), strict=True)}
+    biases = zip(names, (a.q_bias, a.k_bias, a.v_bias), strict=True)
+    return local | {f"{name}.bias": rows.flatten() for name, rows in biases if rows is not None}
 
 
 def split_factors(local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary) -> FactoredAttention:
@@ -109,12 +86,6 @@ def join_factors(a: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
     if a.q_nope_bias is not None and a.q_rope_bias is not None:
         local["q_proj.bias"] = torch.cat((a.q_nope_bias, a.q_rope_bias), 1).flatten()
     return local
-
-
-def with_biases(a: Attention) -> Attention:
-    """The record with zeros for biases of queries, keys and values that it lacks, for classes that always have them."""
-    q, k, v = (or_zeros(bias, rows[..., 0]) for bias, rows in ((a.q_bias, a.q), (a.k_bias, a.k), (a.v_bias, a.v)))
-    return replace(a, q_bias=q, k_bias=k, v_bias=v)
 
 
 def or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -18,16 +18,16 @@ from attention.spec import AttentionSpec
 from convert.families import tables
 from convert.families.base import CLIP, SOFTCAP, Family, Traits
 from convert.families.names import Row
-from convert.families.projections import join_projections, or_zeros, projection_shapes, split_projections, with_biases
+from convert.families.projections import NAMES, PARTS, join_projections, or_zeros, split_projections
 from convert.families.tables import (
     EXPERTS,
     FUSED_MLP,
     GPT2,
     LLAMA,
+    MLP,
     NORMS_AROUND,
     NORMS_BEHIND,
     NUMBERED_EXPERTS,
-    PARTS,
     WITHOUT_GAINS,
     in_llama,
     like_opt,
@@ -61,13 +61,8 @@ class NormRow:
 
     def form(self, eps: float) -> NormForm:
         scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
-        fixed = self.storage == "none"
-        return NormForm(self.kind, scope, self.per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
-
-    @property
-    def per_head(self) -> bool:
-        """Whether each head has its own gains."""
-        return self.storage not in ("none", "shared")
+        per_head, fixed = self.storage not in ("none", "shared"), self.storage == "none"
+        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary, fixed)
 
     def names(self, name: str, heads: int) -> list[str]:
         if self.storage == "none":
@@ -104,10 +99,6 @@ class NormRow:
         return out
 
 
-def _everywhere(config: Any, layer: int) -> bool:
-    return True
-
-
 def nowhere(config: Any, layer: int) -> bool:
     """For `SeparateProjections.rotates`: no layer has RoPE."""
     return False
@@ -125,10 +116,6 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
-def _local_layers(config: Any, layer: int) -> bool:
-    return bool(config.attention_layers[layer] == "local")
-
-
 _BASE = 10_000.0  # of RoPE in classes that have no `rope_parameters`
 
 
@@ -138,9 +125,10 @@ class SeparateProjections(Family):
 
     Attributes:
         qkv_bias: Whether Q, K and V have biases; a string names the config field that says so. Likewise `o_bias`.
-        o_name: The output projection's name.
+        projections: The names of the projections of queries, keys, values and outputs.
         within: Where the projections are in the attention's module, if not directly.
         norm: How the QK-norm is stored; None without one.
+        sinks: The name of a tensor `[H]`, the sinks of its heads; None without.
         pairing: Which two dims form a rotary pair (see `Rotary`).
         scaled_by: The softmax scale, or the config field that it is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
@@ -158,15 +146,16 @@ class SeparateProjections(Family):
 
     qkv_bias: bool | str = False
     o_bias: bool | str = False
-    o_name: str = "o_proj"
+    projections: tuple[str, ...] = NAMES
     within: str = ""
     norm: NormRow | None = None
+    sinks: str | None = None
     pairing: Pairing = "half"
     scaled_by: str | float | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotary_dims: str | None = None
-    rotates: Callable[[Any, int], bool] = _everywhere
+    rotates: Callable[[Any, int], bool] = lambda config, layer: True
     local: Callable[[Any, int], bool] = nowhere
     adds_output: bool = True
     sums_unless: tuple[str, ...] = ()
@@ -206,19 +195,28 @@ class SeparateProjections(Family):
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec, self.decoder.hidden_size
-        shapes = projection_shapes(spec, width, self._flag(self.qkv_bias), self._flag(self.o_bias), self.o_name)
+        rows = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        sizes = [*((count, width) for count in rows), (width, rows[0])]
+        biased = (*[self._flag(self.qkv_bias)] * 3, self._flag(self.o_bias))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, size, bias in zip(self.projections, sizes, biased, strict=True):
+            shapes[f"{name}.weight"] = size
+            if bias:
+                shapes[f"{name}.bias"] = size[:1]
         if norm := self._norm:
             for name, count in ((norm.q, spec.num_heads), (norm.k, spec.num_kv_heads)):
                 for part in norm.names(name, count):
                     for kind in ("weight", "bias") if norm.bias else ("weight",):
                         shapes[f"{part}.{kind}"] = norm.shape(count, spec.head_dim)
+        if self.sinks is not None:
+            shapes[self.sinks] = (spec.num_heads,)
         return {self._prefix(layer) + name: shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
         spec, prefix = self.spec, self._prefix(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        record = split_projections(local, spec.head_dim, self.scale, self.rotary(layer), self.o_name)
-        record = replace(record, scoring=self.scoring(layer))
+        record = split_projections(local, spec.head_dim, self.scale, self.rotary(layer), self.projections)
+        record = replace(record, scoring=self.scoring(layer), sinks=None if self.sinks is None else local[self.sinks])
         if (norm := self._norm) is None:
             return record
         eps = getattr(self.decoder, norm.eps)
@@ -230,25 +228,30 @@ class SeparateProjections(Family):
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        a = self._in_class(record)
-        local = join_projections(a, self.o_name)
+        a = self.in_class(record, layer)
+        local = join_projections(replace(a, sinks=None), self.projections)
         if self.norm and a.q_norm and a.k_norm:
             local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
+        if self.sinks is not None and a.sinks is not None:
+            local[self.sinks] = a.sinks
         return {self._prefix(layer) + name: tensor for name, tensor in local.items()}
 
-    def _in_class(self, a: Attention) -> Attention:
+    def in_class(self, a: Attention, layer: int) -> Attention:
         """A record of another class as this one computes it: its order of pairs, and the biases that it always has."""
+        assert (a.sinks is None) == (self.sinks is None), "the class has sinks, or it has none"
         a = a.paired(self.pairing)
         if self.qkv_bias is True:
-            a = with_biases(a)
+            of = (a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)
+            q_bias, k_bias, v_bias = (or_zeros(bias, rows[..., 0]) for rows, bias in of)
+            a = replace(a, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
         return replace(a, o_bias=or_zeros(a.o_bias, a.o[:, 0, 0])) if self.o_bias is True else a
 
     def inner_window(self, layer: int) -> int | None:
         return int(self.decoder.window_size) if self.local(self.decoder, layer) else None
 
     def output(self, layer: int) -> str:
-        return f"{self._prefix(layer)}{self.o_name}"
+        return f"{self._prefix(layer)}{self.projections[-1]}"
 
     @property
     def traits(self) -> Traits:
@@ -261,6 +264,7 @@ class SeparateProjections(Family):
             o_bias=self._flag(self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
+            sinks=self.sinks is not None,
             adds_output=self.adds_output and not any(getattr(config, field) for field in self.sums_unless),
             extra_features={field: value for field in extra if (value := getattr(config, field, None)) not in (None, False)},
         )
@@ -288,7 +292,7 @@ WINDOW = ("sliding_window",)
 _BIDIRECTIONAL = ("use_bidirectional_attention",)  # of embedding models: records are causal
 GPTJ: dict[str, Any] = {
     "names": tables.GPTJ,
-    "o_name": "out_proj",
+    "projections": (*PARTS, "out_proj"),
     "pairing": "interleaved",
     "rotary_dims": "rotary_dim",
     "adds_output": False,
@@ -300,7 +304,7 @@ GPTJ: dict[str, Any] = {
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _GRANITE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "scaled_by": "attention_multiplier"}
 _COHERE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "pairing": "interleaved", "rope_stride": 2}
-_LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": nowhere, "shares_heads": False}
+_LIKE_OPT: dict[str, Any] = {"projections": (*PARTS, "out_proj"), "rotates": nowhere, "shares_heads": False}
 _POST_NORM: dict[str, Any] = {"names": NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
 
@@ -316,7 +320,7 @@ ROWS = [
         "qwen2_moe",
         names=EXPERTS.replacing(
             in_llama("mlp.shared_expert_gate", "mlp.shared_router"),
-            *(in_llama(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in PARTS),
+            *(in_llama(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in MLP),
         ),
         qkv_bias="qkv_bias",
         extra_features=WINDOW,
@@ -412,7 +416,7 @@ ROWS = [
         qkv_bias=True,
         partial_rotary=True,
         o_bias=True,
-        o_name="dense",
+        projections=(*PARTS, "dense"),
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
     SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, extra_features=WINDOW),
@@ -472,7 +476,7 @@ ROWS = [
         **_LIKE_OPT,
         within="attention",
         scaled_by=1.0,
-        local=_local_layers,
+        local=lambda config, layer: bool(config.attention_layers[layer] == "local"),
         attention_path="transformer.h.{layer}.attn",
         base="transformer",
         computed=(".attention.bias", ".attention.masked_bias"),  # the masks of old checkpoints

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
+from convert.families.projections import PARTS
 from convert.families.separate import GPTJ, WINDOW, SeparateProjections
 from convert.families.tables import FUSED_MLP, megatron
 
 if TYPE_CHECKING:
     import torch
-
-PARTS = ("q_proj", "k_proj", "v_proj")
 
 Rows = Callable[["torch.Tensor", AttentionSpec], "torch.Tensor"]
 
@@ -131,7 +130,12 @@ class StackedProjections(SeparateProjections):
         return f"{module}.{self.qkv_name}.{last}" if self.qkv_name and part in PARTS else name
 
 
-MEGATRON: dict[str, Any] = {"qkv_name": "query_key_value", "o_name": "dense", "order": BY_KV_HEAD, "shares_heads": False}
+MEGATRON: dict[str, Any] = {
+    "qkv_name": "query_key_value",
+    "projections": (*PARTS, "dense"),
+    "order": BY_KV_HEAD,
+    "shares_heads": False,
+}
 
 ROWS = [
     StackedProjections("phi3", names=FUSED_MLP, partial_rotary=True, restarts_cache=True, extra_features=WINDOW),

@@ -41,13 +41,13 @@ def like_opt(decoder: str, final_norm: str, head: str = "lm_head", learned: bool
 
 
 in_llama = partial(in_layers, "model.layers")
-PARTS = ("gate", "up", "down")
+MLP = ("gate", "up", "down")
 LLAMA = NameTable(
     [
         Row("model.embed_tokens", ("embedding",)),
         in_llama("input_layernorm", "attention_norm"),
         in_llama("post_attention_layernorm", "mlp_norm"),
-        *(in_llama(f"mlp.{part}_proj", f"mlp.{part}") for part in PARTS),
+        *(in_llama(f"mlp.{part}_proj", f"mlp.{part}") for part in MLP),
         Row("model.norm", ("final_norm",)),
         Row("lm_head", ("head",)),
     ]
@@ -82,7 +82,7 @@ GPTJ = GPT2.replacing(
 FUSED_MLP = LLAMA.replacing(in_llama("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 EXPERTS = LLAMA.replacing(
     in_llama("mlp.gate", "mlp.router"),
-    *(in_llama(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in PARTS),
+    *(in_llama(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in MLP),
 )
 NUMBERED_EXPERTS = LLAMA.replacing(
     in_llama("block_sparse_moe.gate", "mlp.router"),

@@ -242,7 +242,7 @@ def plan_heal(
 
 def named(model: Any, family: Family, layers: int, part: str) -> tuple[str, ...]:
     """The names of the parameters of a part: "attention", with the norms before it; "lora", of the same; or "all"."""
-    norms = [norm.name for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
+    norms = [norm.name.removesuffix(".weight") for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
     inside = tuple(f"{module}." for module in (*map(family.module, range(layers)), *norms))
     return tuple(name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside))
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from attention.auto import config_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, Family
 
 CLASSES = ("stock", "kvfold")  # as on the command line
 
@@ -73,9 +69,9 @@ class Host(ABC):
         """
         return self.runs
 
-    @abstractmethod
     def layout(self, family: Family) -> Family:
-        """The layout of the class's tensors for a source of `family`."""
+        """The layout of the class's tensors for a source of `family`: that of the model type that is its name."""
+        return FAMILIES[self.name]
 
     @abstractmethod
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attention.spec import AttentionSpec
 from convert.hosts.latent import StockLatent
-
-if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = (

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.formats import FORMATS
-
-if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-    from convert.hosts import Host
+from attention.spec import AttentionSpec
+from convert.families import Family
+from convert.hosts import Host
 
 
 @dataclass(frozen=True)

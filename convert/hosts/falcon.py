@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.hosts.base import Host, architecture, carried
 from convert.hosts.latent import LISTED_ROPE, rope_parameters
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # Where the class has RoPE of all dims, and a source of some: a frequency whose rotation no float tells from none.
 _NOPE = 1e-30
@@ -35,9 +32,6 @@ class Falcon(Host):
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
-
-    def layout(self, family: Family) -> Family:
-        return FAMILIES["falcon"]
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attention.record import Attention, Record
+from attention.record import Attention
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.families.base import WINDOWS
 from convert.families.gpt2 import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
-
-if TYPE_CHECKING:
-    import torch
-
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # What the class and its sources call the same settings; all others have one name in all of them.
 _GPT2 = {
@@ -47,11 +43,9 @@ _DEFAULTS = {"layer_norm_epsilon": 1e-5, "embd_pdrop": 0.0}
 class _Scaled(MultiQueryProjections):
     """The layout of results: logits are scaled by D^-½, as engines take for granted."""
 
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        """As `Family.join`. Queries absorb another scale, and biases that the record lacks are zeros."""
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        factor = record.scale * math.sqrt(spec.head_dim)
-        return super().join(record if math.isclose(factor, 1) else record.with_queries_times(factor), spec, layer)
+    def in_class(self, a: Attention, layer: int) -> Attention:
+        factor = a.scale * math.sqrt(a.q.shape[1])
+        return super().in_class(a if math.isclose(factor, 1) else a.with_queries_times(factor), layer)
 
 
 _LAYOUT = _Scaled(**GPT_BIGCODE)

@@ -6,17 +6,14 @@ Classes that build their decoder by its type (llava and its like) take any; othe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import family_of
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family, family_of
 from convert.families.base import decoder_of
 from convert.hosts import deepseek_v3
 from convert.hosts.base import Host
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 
 class InsideClass(Host):

@@ -9,34 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from attention.auto import config_of
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
 from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
-from convert.families import FAMILIES
-from convert.families.base import SOFTCAP, WINDOWS, has_other_models
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, Family
+from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
 from convert.families.kvfold import KvfoldProjections, around
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-
-# Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
-_AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
-# Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
-_LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5",
-    "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
-    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
-    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
-)  # fmt: skip
 # Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.
 _NORMED = (
     "apertus", "cohere", "exaone4", "gemma3_text", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen3", "qwen3_moe", "stablelm",
@@ -90,17 +77,20 @@ class Kvfold(Host):
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         traits, inner = family.traits, family.decoder if family.needs_code else family.config
-        if not target.kv_lora_rank and not family.needs_code and target == family.spec:
-            return "no KV heads are shared, and the source's class holds its own"
-        if not target.kv_lora_rank and (reason := self._refuses_heads(family)):
-            return reason
-        if target.kv_lora_rank and family.without_latent:
+        behind = family.needs_projections
+        if not target.kv_lora_rank:
+            if not family.needs_code and target == family.spec:
+                return "no KV heads are shared, and the source's class holds its own"
+            if traits.qk_norm and traits.qk_norm.after_rotary:
+                return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
+            if family.shares_heads and not behind:
+                return "the source's class can share KV heads, and no norm or clamp comes before them"
+        elif family.without_latent:
             return family.without_latent
-        for field, value in traits.behind_projections.extra_features.items():
-            if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
+        for field, value in traits.extra_features.items():
+            if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
-        behind = family.needs_projections
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
@@ -110,21 +100,12 @@ class Kvfold(Host):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
             return f"it is built around {stock.name}: {reason}"
-        if inner.get_text_config(decoder=True) is not inner or (not family.in_engines and has_other_models(inner)):
+        if inner.get_text_config(decoder=True) is not inner or (not family.is_row and has_other_models(inner)):
             return "its decoder is inside another model, and the class holds decoders alone"
-        if inner.model_type not in self.families and (family.in_engines or not family.has_heads):
+        if inner.model_type not in self.families and (family.is_row or not family.has_heads):
             return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
         if not family.has_heads:
             return "it has a latent already, in a stock class"
-        return None
-
-    def _refuses_heads(self, family: Family) -> str | None:
-        """Why it cannot carry fewer KV heads, with or without the source's projections before them; or None."""
-        norm = family.traits.qk_norm
-        if norm and norm.after_rotary:
-            return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
-        if family.shares_heads and not family.needs_projections:
-            return "the source's class can share KV heads, and no norm or clamp comes before them"
         return None
 
     def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
@@ -133,7 +114,9 @@ class Kvfold(Host):
         else:
             source = family
             windows = [source.inner_window(layer) for layer in range(target.num_layers)]
-            family, raw = _inside(source, raw)
+            if stock := _stock(source):
+                raw = stock.config(raw, source, source.spec, None)
+                family = stock.layout(source).of(config_of(raw))
             inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
@@ -180,16 +163,11 @@ def _vllm_takes(family: Family) -> bool:
 
 
 def _stock(family: Family) -> Host | None:
-    """The stock class that the class is built around for a source of `family`; None for the source's own."""
-    return next((host for host in _AROUND if family.model_type in host.families), None)
+    """The stock class that the class is built around for a source of `family`; None for the source's own.
 
-
-def _inside(family: Family, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    """The family of the class that the class is built around, and its config.json."""
-    if (stock := _stock(family)) is None:
-        return family, raw
-    sized = stock.sized(raw, family, family.spec)
-    return stock.layout(family).of(sized), stock.config(raw, family, family.spec, None)
+    It passes cosines and sines to its layers, and the source's own computes them inside its attention.
+    """
+    return PHI if family.model_type in PHI.families else None
 
 
 def _kept_projections(family: Family) -> dict[str, Any]:
@@ -246,7 +224,8 @@ HOST = Kvfold(
     in_vllm=PROVEN,
 )
 LATENT_HOST = Kvfold(
-    frozenset(_LATENT),
+    # Of each, a latent of full size was proven to be exact; Llama's like are here for configs that deepseek_v3 refuses.
+    frozenset(name for name, of in FAMILIES.items() if of.has_heads and not of.without_latent),
     "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or ranks that differ by layer",
     "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
     in_vllm=LATENT_PROVEN,

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.families.neutral import constants, latent_size, query_rank
 from convert.hosts.base import Host, carried
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 LISTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -61,9 +58,6 @@ class StockLatent(Host):
     def __init__(self) -> None:
         self.families = frozenset(self.like)
 
-    def layout(self, family: Family) -> Family:
-        return FAMILIES[self.name]
-
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         config = family.config
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -86,7 +80,15 @@ class StockLatent(Host):
             return reason
         if not traits.layers_with_rotary:
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
-        return _refuses_window(traits.extra_features, config)
+        for field, value in traits.extra_features.items():
+            if field != "sliding_window":
+                return f"config.json sets {field} to {value}, which the class does not support"
+            if value < (positions := config.max_position_embeddings):  # a window over all positions is fine
+                return (
+                    f"the sliding window of {value} tokens is shorter than the {positions} positions, and the class has no "
+                    f"window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
+                )
+        return None
 
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
@@ -136,16 +138,3 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
         "attention_factor": 1.0,
         "original_max_position_embeddings": rotary.long_beyond or config.max_position_embeddings,
     }
-
-
-def _refuses_window(extra: Mapping[str, Any], config: Any) -> str | None:
-    """Why the class cannot carry a source's extras (`Traits.extra_features`), or None; a window over all positions is fine."""
-    for field, value in extra.items():
-        if field != "sliding_window":
-            return f"config.json sets {field} to {value}, which the class does not support"
-        if value < config.max_position_embeddings:
-            return (
-                f"the sliding window of {value} tokens is shorter than the {config.max_position_embeddings} positions, and the "
-                f"class has no window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
-            )
-    return None

@@ -7,23 +7,20 @@ by hidden_size / `dim_model_base`. Its norms store gains themselves, so 1 is add
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attention.spec import AttentionSpec
 from convert.hosts.latent import StockLatent
 
-if TYPE_CHECKING:
-    from attention.spec import AttentionSpec
-
-_MODEL_TYPE = "minicpm3"
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base", "mlp_bias")
 
 
 class MiniCPM3(StockLatent):
     """The stock class `minicpm3`."""
 
-    name = _MODEL_TYPE
+    name = "minicpm3"
     blocks = "Gemma's"
-    like = ("gemma", _MODEL_TYPE)  # each is tested to be exact
+    like = ("gemma", "minicpm3")  # each is tested to be exact
     served_by = "vLLM and llama.cpp refuse it"
     remarks = (
         *StockLatent.remarks,
@@ -42,7 +39,7 @@ class MiniCPM3(StockLatent):
         return None
 
     def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:
-        if config.model_type == _MODEL_TYPE:
+        if config.model_type == self.name:
             return {key: getattr(config, key) for key in _SCALES}
         scales = config.hidden_size**0.5, math.sqrt(target.num_layers), config.hidden_size, False
         return dict(zip(_SCALES, scales, strict=True))

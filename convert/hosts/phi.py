@@ -7,17 +7,13 @@ pairs neighbouring dims, and Phi those of two halves: rows change places (`Atten
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
 from convert.hosts.base import Host, architecture, carried
 
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-
-_MODEL_TYPE = "phi"
 _LIKE_GPTJ = ("codegen", "gptj")  # each is tested to be exact
 _CARRIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
@@ -28,7 +24,7 @@ _CARRIED = (
 class Phi(Host):
     """The stock class `phi`."""
 
-    name = _MODEL_TYPE
+    name = "phi"
     runs = frozenset({"transformers", "vllm"})
     served_by = "vLLM serves it; the Phi classes of SGLang and llama.cpp have as many KV heads as query heads"
     opened_by = "transformers ≥ 5.19 loads it without kvfold."
@@ -40,9 +36,6 @@ class Phi(Host):
     )
     replaces = "became q_proj, k_proj, v_proj and dense"
     families: frozenset[str] = frozenset(_LIKE_GPTJ)
-
-    def layout(self, family: Family) -> Family:
-        return FAMILIES[_MODEL_TYPE]
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
@@ -65,7 +58,7 @@ class Phi(Host):
         config = family.config
         return {
             "architectures": [architecture("PhiForCausalLM", config.activation_function)],
-            "model_type": _MODEL_TYPE,
+            "model_type": self.name,
             **carried(raw, config, _CARRIED),
             "intermediate_size": 4 * config.hidden_size if config.n_inner is None else config.n_inner,
             "hidden_act": config.activation_function,

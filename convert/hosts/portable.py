@@ -8,19 +8,16 @@ a tensor of its own, even where the source ties it to the embedding, because eng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families.deepseek import V3
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import Family
+from convert.families.latent import V3
 from convert.hosts.deepseek_v3 import DeepseekV3
 from convert.hosts.latent import EXPANDS
 from convert.hosts.source_class import LLAMA_CPP
 
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
-
-_ARCHITECTURE = "DeepseekV3ForCausalLM"
 _TURNS = 1e12
 _EXACT = 1e-5  # of a ladder's ratio: frequencies are computed in fp32
 
@@ -59,7 +56,7 @@ class Portable(DeepseekV3):
     def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         written = super().config(raw, family, target, rotary)
         written |= {
-            "architectures": [_ARCHITECTURE],
+            "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": V3.model_type,
             "attention_bias": False,
             "q_lora_rank": target.q_lora_rank,

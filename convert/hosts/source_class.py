@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.families import FAMILIES
+from attention.rope import Rotary
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, Family
 from convert.hosts.base import Host
-
-if TYPE_CHECKING:
-    from attention.rope import Rotary
-    from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # Families whose results were run in llama.cpp. Its classes of some others (phi) have as many KV heads as query heads.
 LLAMA_CPP = ("llama",)
@@ -50,7 +47,7 @@ class SourceClass(Host):
     def engines(self, family: Family) -> frozenset[str]:
         sinks = family.config is not None and family.traits.sinks
         # MQA by keys of its own, sinks, and what experiments found were not tried in engines.
-        if not family.shares_heads or not family.in_engines or sinks:
+        if not family.shares_heads or not family.is_row or sinks:
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 
@@ -84,4 +81,4 @@ def _changes(family: Family, target: AttentionSpec) -> dict[str, Any]:
 
 _SHARING = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
 HOST = SourceClass(_SHARING)
-MQA_HOST = SourceClass(_SHARING | {name for name, family in FAMILIES.items() if family.shares_one_head})
+MQA_HOST = SourceClass(_SHARING | {"falcon"})  # which shares one KV head by keys of its own (`Family.sharing`)

@@ -13,6 +13,7 @@ from attention.calibrated import Calibrated
 from attention.errors import Refusal
 from attention.rope import no_rotary
 from attention.spec import AttentionSpec
+from convert.families.base import CLIP
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
 from convert.output.destination import versions, without_text
 from convert.planning.memory import with_room
@@ -134,8 +135,7 @@ class Plan(Request):
     @property
     def unmodelled(self) -> list[str]:
         """Config fields that make the source's attention differ from what the logits of its records say."""
-        traits = self.family.traits
-        return (traits.behind_projections if self.reads_projections else traits).unmodelled
+        return [field for field in self.family.traits.unmodelled if not (self.reads_projections and field == CLIP)]
 
     @property
     def channels(self) -> int:

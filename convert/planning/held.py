@@ -30,7 +30,7 @@ def require_held(host: Host, family: Family, method: LatentMethod | None = None)
     Raises:
         Refusal: The twin's logits change, or it does not run.
     """
-    if family.in_engines or family.needs_code or host.kind != "kvfold":
+    if family.is_row or family.needs_code or host.kind != "kvfold":
         return
     from attention.models.modeling_kvfold import require_decoding
     from convert.families.reading.twin import Twin, near

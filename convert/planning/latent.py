@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from convert.families.deepseek import NormalisedLatent
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
@@ -40,7 +39,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     """
     source, output = request.source, request.output
     family = convertible(source)
-    if isinstance(family, NormalisedLatent):
+    if not family.has_heads and family.without_latent:
         raise Refusal(
             f"{source.reference} has latent attention already ({family.spec.kind}), and kvfold makes a smaller "
             "latent only of results of its own",

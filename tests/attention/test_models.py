@@ -79,11 +79,12 @@ def attentions(model: Any) -> list[Any]:
     [*((way, 2, "sdpa") for way in WAYS), ("gpt_neox", 1, "eager"), ("gpt_neox", 8, "sdpa"), ("gpt2", 1, "sdpa")],
 )
 def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention: str) -> None:
-    from convert.families import family_of
+    from convert.families import FAMILIES
+    from convert.families.kvfold import around
 
     model_type, changes = WAYS[way]
     model = own_model(model_type, kv_heads, attention, **changes)
-    family = family_of(models.MODEL_TYPE, model_type)
+    family = around(FAMILIES[model_type])
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in attentions(model):
         module.register_forward_hook(

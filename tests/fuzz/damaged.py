@@ -28,7 +28,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,22 +257,20 @@ def of_recipe() -> Work:
     return Work(any_file(lambda root: [root / "out" / "conversion.json"]), [("run", "out", "again", "--dry-run")])
 
 
-def prepared(kind: str) -> Work:
-    """What a kind of damage needs, in the current directory."""
-    tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
-    save_tokenizer(Path("source"))
-    Path("text.txt").write_text(TEXT)
-    if kind in ("state", "provenance"):
-        done("mqa", "source", "mqa", "--method", "mean", "-q")
-    if kind == "provenance":
-        return Work(any_file(lambda root: [root / "mqa" / "conversion.json"]), [(*HEAL[:3], *HEAL[5:], "--dry-run")])
-    if kind in ("state", "conversion"):
-        return of_interrupted(HEAL, 5) if kind == "state" else of_interrupted(MQA, 3)
-    kinds = {"config": of_config, "weights": of_weights, "gguf": of_gguf, "sweep": of_sweep, "recipe": of_recipe}
-    return kinds[kind]()
+def of_state() -> Work:
+    done("mqa", "source", "mqa", "--method", "mean", "-q")
+    return of_interrupted(HEAL, 5)
 
 
-KINDS = ("config", "weights", "gguf", "state", "conversion", "sweep", "recipe", "provenance")
+def of_provenance() -> Work:
+    done("mqa", "source", "mqa", "--method", "mean", "-q")
+    return Work(any_file(lambda root: [root / "mqa" / "conversion.json"]), [(*HEAL[:3], *HEAL[5:], "--dry-run")])
+
+
+KINDS: dict[str, Callable[[], Work]] = {
+    "config": of_config, "weights": of_weights, "gguf": of_gguf, "state": of_state,
+    "conversion": lambda: of_interrupted(MQA, 3), "sweep": of_sweep, "recipe": of_recipe, "provenance": of_provenance,
+}  # fmt: skip
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -287,7 +285,7 @@ def copies(template: Path, place: Path, count: int) -> Iterator[Path]:
         yield place
 
 
-def main(count: int = 2000, seed: int = 0, kinds: Sequence[str] = KINDS) -> Outcome:
+def main(count: int = 2000, seed: int = 0, kinds: Iterable[str] = KINDS) -> Outcome:
     """Run `count` cases of each kind, the same for the same seed."""
     outcome, before = Outcome(), Path.cwd()
     for kind in kinds:
@@ -297,7 +295,10 @@ def main(count: int = 2000, seed: int = 0, kinds: Sequence[str] = KINDS) -> Outc
             place.mkdir()
             os.chdir(place)  # the same place as later: paths are part of what is kept
             try:
-                work = prepared(kind)
+                tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
+                save_tokenizer(Path("source"))
+                Path("text.txt").write_text(TEXT)
+                work = KINDS[kind]()
                 shutil.copytree(place, template)
                 for number, root in enumerate(copies(template, place, count)):
                     case = f"{kind} {number}: {work.damage(root, draw)}"

@@ -11,9 +11,9 @@ from typing import Any
 from attention.errors import Refusal, one_line
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES, UNREAD, Family, family_of
-from convert.families.base import decoder_of
-from convert.families.deepseek import V3
+from convert.families.base import CLIP, decoder_of
 from convert.families.kvfold import around
+from convert.families.latent import V3
 
 _log = logging.getLogger("kvfold")
 
@@ -51,7 +51,7 @@ def require_proved(family: Family) -> None:
     Raises:
         Refusal: The twin's attention computes something else than the row says.
     """
-    if family.needs_code or not family.in_engines or family.traits.behind_projections.unmodelled:
+    if family.needs_code or not family.is_row or {*family.traits.unmodelled} - {CLIP}:
         return  # the last: the row itself says that its class does more
     config = family.config
     odd: list[str] = []

@@ -21,7 +21,7 @@ from convert.families import FAMILIES
 from convert.families.base import Family, decoder_of
 from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
-from convert.families.reading.search import Search, Unexplained, Unread, projections
+from convert.families.reading.search import Search, Unexplained, Unread
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
 from convert.families.separate import SeparateProjections
 from eval.machine.capacity import without_weights
@@ -62,8 +62,7 @@ def _found(config: Any) -> Family:
     if spec.kv_lora_rank is not None:
         raise Unread(f"it is a published model with latent attention ({spec.kind}), of which kvfold makes no smaller latent")
     if (family := family or _like_a_row(config, twin)) is None:
-        layers, module, names = projections(twin, calls, spec)
-        family = Search(twin, spec, calls, layers, module, names).family(config)
+        family = Search(twin, spec, calls).family(config)
         if wrong := disproof(family, twin):
             if not (factor := _factor_of_queries(family, twin)):
                 raise Unexplained(wrong)
@@ -141,7 +140,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
         if type(row) is SeparateProjections:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
-            family = replace(row.of(twin.config), model_type=config.model_type, keeps_names=True, in_engines=False)
+            family = replace(row.of(twin.config), model_type=config.model_type, is_row=False)
             prefixes = tuple(f"{family.module(layer)}." for layer in range(len(twin.layers)))
             wanted = {name: shape for layer in range(len(twin.layers)) for name, shape in family.shapes(layer).items()}
             there = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}

@@ -18,12 +18,13 @@ from torch import nn
 from attention import rope
 from attention.record import Attention
 from attention.spec import AttentionSpec
-from convert.families.base import SOFTCAP, InputNorm
-from convert.families.names import NameTable
+from convert.families.base import SOFTCAP
+from convert.families.names import NameTable, Row, in_layers
+from convert.families.projections import PARTS
 from convert.families.reading.found import Found, Reading
 from convert.families.reading.twin import Call, Twin, computed, kinds, near
 from convert.families.separate import NormRow
-from convert.families.stacked import BY_KV_HEAD, BY_PART, PARTS, RowOrder
+from convert.families.stacked import BY_KV_HEAD, BY_PART, RowOrder
 
 
 class Unread(Exception):
@@ -37,7 +38,7 @@ class Unexplained(Unread):
 # ---- where the projections are -------------------------------------------------------------------------------------------
 
 
-def projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
+def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
     """The path of the list of layers, that of the attention in a layer, and the names of its projections there.
 
     They are those of queries, keys, values and outputs; or one for queries, keys and values together, and that of outputs.
@@ -85,8 +86,8 @@ def _attentions(
             continue
         own = {name: calls[f"{path}.{name}"] for name, child in module.named_children()
                if isinstance(child, nn.Linear) and f"{path}.{name}" in calls}  # fmt: skip
-        read = [name for name, call in own.items() if _same(call.read, calls[path].read)]
-        gave = [name for name, call in own.items() if _same(call.gave, calls[path].gave)]
+        read = [name for name, call in own.items() if torch.equal(call.read, calls[path].read)]
+        gave = [name for name, call in own.items() if torch.equal(call.gave, calls[path].gave)]
         sizes = [getattr(module, name).out_features for name in read]
         separate = sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1)
         if len(gave) == 1 and (sizes == [heads + 2 * groups] if stacked else separate):
@@ -101,11 +102,8 @@ def _without(twin: Twin, path: str, name: str, tokens: slice = slice(None)) -> t
         changed[:, tokens] = 0
         return changed
 
-    handle = twin.model.get_submodule(f"{path}.{name}").register_forward_hook(zeroed)
-    try:
+    with twin.model.get_submodule(f"{path}.{name}").register_forward_hook(zeroed):
         return twin.calls()[path].gave
-    finally:
-        handle.remove()
 
 
 def _is_keys(twin: Twin, path: str, name: str, usual: torch.Tensor) -> bool:
@@ -113,22 +111,21 @@ def _is_keys(twin: Twin, path: str, name: str, usual: torch.Tensor) -> bool:
     return not torch.equal(_without(twin, path, name, slice(1))[:, 1:], usual[:, 1:])
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
-
-
 # ---- what they compute ---------------------------------------------------------------------------------------------------
 
 
 class Search:
-    """Tries readings of each layer until one computes what the twin does."""
+    """Tries readings of each layer until one computes what the twin does.
 
-    def __init__(
-        self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call], layers: str, module: str, names: tuple[str, ...]
-    ) -> None:
-        self.twin, self.spec, self.calls, self.layers, self.names = twin, spec, calls, layers, names
-        self.stacked = len(names) == 2
-        self.path = f"{layers}.{{layer}}.{module}"
+    Raises:
+        Unread: Its projections are not found.
+    """
+
+    def __init__(self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call]) -> None:
+        self.twin, self.spec, self.calls = twin, spec, calls
+        self.layers, module, self.names = _projections(twin, calls, spec)
+        self.stacked = len(self.names) == 2
+        self.path = f"{self.layers}.{{layer}}.{module}"
         self.first = twin.model.get_submodule(self.path.format(layer=0))
 
     def family(self, config: Any) -> Found:
@@ -137,17 +134,14 @@ class Search:
         Raises:
             Unread: None does.
         """
-        try:
-            return self._family(config, BY_PART)
-        except Unread as why:
-            if not self.stacked:
-                raise
+        reasons = []
+        for order in (BY_PART, BY_KV_HEAD) if self.stacked else (BY_PART,):
             try:
-                return self._family(config, BY_KV_HEAD)
-            except Unexplained:
-                raise  # it accounts for all parameters
-            except Unread:
-                raise why from None
+                return self._family(config, order)
+            except Unread as why:
+                reasons.append(why)
+        # The order that accounts for all parameters counts.
+        raise next((why for why in reversed(reasons) if isinstance(why, Unexplained)), reasons[0])
 
     def _family(self, config: Any, order: RowOrder) -> Found:
         biases = [self.first.get_submodule(name).bias is not None for name in self.names]
@@ -305,19 +299,20 @@ class Search:
         )
         yield Reading()
 
-    def _input_norm(self) -> InputNorm | None:
+    def _input_norm(self) -> Row | None:
         """The norm whose output the attention reads, if that has gains."""
         x = self.calls[self.path.format(layer=0)].read
         for path, call in self.calls.items():
             module: Any = self.twin.model.get_submodule(path)
             gain: Any = getattr(module, "weight", None)
             bias: Any = getattr(module, "bias", None)
-            if not path.startswith(f"{self.layers}.0.") or not _same(call.gave, x) or getattr(gain, "ndim", 0) != 1:
+            if not path.startswith(f"{self.layers}.0.") or not torch.equal(call.gave, x) or getattr(gain, "ndim", 0) != 1:
                 continue
             for states, offset in itertools.product((call.read, call.read - call.read.mean(-1, keepdim=True)), (0.0, 1.0)):
                 unit = states * states.square().mean(-1, keepdim=True).add(_eps(module)).rsqrt()
                 if near(unit * (gain + offset) + (0 if bias is None else bias), x):
-                    return InputNorm(path.replace(f"{self.layers}.0.", f"{self.layers}.{{layer}}.", 1), offset)
+                    name = path.removeprefix(f"{self.layers}.0.")
+                    return replace(in_layers(self.layers, name, "attention_norm"), offset=offset)
         return None
 
     def _adds_output(self) -> bool:

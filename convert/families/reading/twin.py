@@ -13,19 +13,15 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
 
 from attention.auto import from_config
-from attention.record import Attention
+from attention.record import Attention, Record
 from attention.reference import grouped_attention, latent_attention
-from convert.families.base import decoder_of
-
-if TYPE_CHECKING:
-    from attention.record import Record
-    from convert.families.base import Family
+from convert.families.base import Family, decoder_of
 
 _SHORT = 6  # tokens: what windows become, and lengths from which on a class does something else, so that texts pass them
 _LENGTHS = re.compile("window|chunk|original_max_position|span|horizon")
@@ -176,13 +172,10 @@ class Twin:
 
             return hook
 
-        modules = self.model.named_modules()
-        handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_hook(note(path), with_kwargs=True))
             self.logits(self.text(), start)
-        finally:
-            for handle in handles:
-                handle.remove()
         return found
 
     def text(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from rows import REPRESENTATIVES, rows
-from safetensors.torch import load_file, save_file
-from tiny import VOCABULARY, tiny_config, tiny_model
+from safetensors.torch import load_file
+from tiny import SWITCHES, VOCABULARY, tiny_config, tiny_model
 from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
@@ -24,20 +23,6 @@ from eval.inputs.source import Source
 Tensors = dict[str, torch.Tensor]
 
 EXPERTS = [name for name in FAMILIES if ("moe" in name or name == "mixtral") and name != "granitemoe"]  # one by one in files
-SWITCHES = dict.fromkeys(
-    ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm", "mlp_bias"),
-    True,
-)
-
-
-def changed(path: Path, change: Callable[[Tensors], object], **config: Any) -> Path:
-    """The checkpoint with other tensors, and other values in its config."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"})
-    written = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(written | config))
-    return path
 
 
 def tensors_of(path: Path) -> tuple[ClassTensors, Reader]:
@@ -71,30 +56,21 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
     return found
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., Path]:
-    def save(model_type: str, **changes: Any) -> Path:
-        tiny_model(tiny_config(model_type, **changes)).save_pretrained(tmp_path / model_type)
-        return tmp_path / model_type
-
-    return save
-
-
 # ---- every family ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", rows(FAMILIES, [*REPRESENTATIVES, "deepseek_v3"]))
-def test_intact_checkpoints(model_type: str, saved: Callable[..., Path]) -> None:
-    found = agreed(saved(model_type, **SWITCHES))
+def test_intact_checkpoints(model_type: str, checkpoint: Make) -> None:
+    found = agreed(checkpoint(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
     assert (found.missing, found.unexpected, found.ignored, found.mismatched) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("model_type", rows(FAMILIES, ["llama", "gpt2", "mixtral", "phi", "falcon", "olmo", "deepseek_v3"]))
-def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[..., Path]) -> None:
+def test_missing_strange_and_misshaped_tensors(model_type: str, checkpoint: Make) -> None:
     roles = (f"layers.1.mlp.{part}.weight" for part in ("down", "experts.0.down", "experts.down"))
     places = [place.name for role in roles if (place := FAMILIES[model_type].names.holding(role))]
 
-    def damage(tensors: Tensors) -> None:
+    def spoil(tensors: Tensors) -> None:
         del tensors[next(name for name in places if name in tensors)]
         norms = [name for name in sorted(tensors) if ("norm" in name or "ln_" in name) and "self_attn" not in name]
         misshaped = norms or [name for name in sorted(tensors) if "up_proj" in name]  # olmo's norms have no gains
@@ -104,7 +80,7 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
         tensors["strange"] = torch.ones(())
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
-    found = agreed(changed(saved(model_type), damage))
+    found = agreed(damage(checkpoint(model_type), spoil))
     strange = ("model.layers.1.strange.weight", "strange")
     frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"  # classes with several rotary tables do not know that name
     assert (found.ignored, found.unexpected) in (((frequencies,), strange), ((), (frequencies, *strange)))
@@ -114,9 +90,9 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
 @pytest.mark.parametrize(
     "model_type", rows(["llama", "mixtral", "gemma2", "phi", "cohere", "glm4", "granitemoe"], ["llama", "gemma2"])
 )
-def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Callable[..., Path]) -> None:
+def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, checkpoint: Make) -> None:
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    path = saved(model_type)
+    path = checkpoint(model_type)
     tensors = load_file(path / "model.safetensors")
     matrix = tensors.get(head, tensors[embedding])
     for there in ({embedding, head}, {embedding}, {head}, set()):
@@ -127,19 +103,19 @@ def test_heads_and_embeddings_that_are_tied_or_not(model_type: str, saved: Calla
                     tensors.pop(name, None)
                 tensors.update({name: matrix.clone() for name in there})
 
-            found = agreed(changed(path, change, tie_word_embeddings=tied))
+            found = agreed(edit(damage(path, change), tie_word_embeddings=tied))
             lost = {embedding, head} - there
             assert {name for name in found.missing if name in lost} == (set() if tied and there else lost)
 
 
 @pytest.mark.parametrize("model_type", rows(EXPERTS, ["mixtral", "olmoe"]))
-def test_experts(model_type: str, saved: Callable[..., Path]) -> None:
-    path = saved(model_type)
+def test_experts(model_type: str, checkpoint: Make) -> None:
+    path = checkpoint(model_type)
     whole = load_file(path / "model.safetensors")
     second = [name for name in whole if "layers.1." in name and ".experts.1." in name]
     assert len(second) == 3
 
-    found = agreed(changed(path, lambda tensors: [tensors.pop(name) for name in second]))
+    found = agreed(damage(path, lambda tensors: [tensors.pop(name) for name in second]))
     assert {wrong.parameter.rpartition(".")[2] for wrong in found.mismatched} == {"down_proj", "gate_up_proj"}
     assert [wrong.found[0] for wrong in found.mismatched if wrong.found] == [1, 1]
 
@@ -150,7 +126,7 @@ def test_experts(model_type: str, saved: Callable[..., Path]) -> None:
 
     names = {"w1": "gate_up_proj", "w3": "gate_up_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     renamed = {name: f"model.layers.7.mlp.experts.{names.get(name.split('.')[-2], 'down_proj')}" for name in deeper}
-    found = agreed(changed(path, deepen), renamed)
+    found = agreed(damage(path, deepen), renamed)
     assert sorted(found.unexpected) == sorted(deeper)
 
 
@@ -162,7 +138,7 @@ def test_checkpoints_of_the_model_without_its_head(model_type: str, tmp_path: Pa
     """As GPT-2 was first published: without a prefix, and with causal masks that nothing reads any more."""
     tiny_model(tiny_config(model_type)).base_model.save_pretrained(tmp_path)
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(3)} if model_type == "gpt2" else {}
-    found = agreed(changed(tmp_path, lambda tensors: tensors.update(masks)))
+    found = agreed(damage(tmp_path, lambda tensors: tensors.update(masks)))
     assert (found.missing, found.ignored) == (("lm_head.weight",) if model_type == "llama" else (), tuple(masks))
     name = next(name for name in found.names if "layers.2." in name or "h.2." in name)
     assert found.sources(name) == (name.partition(".")[2],)
@@ -174,7 +150,7 @@ def test_of_two_tensors_with_one_new_name_the_first_is_taken(tmp_path: Path) -> 
     def change(tensors: Tensors) -> None:
         tensors["bert.embeddings.LayerNorm.gamma"] = torch.full((64,), 7.0)
 
-    found, reader = tensors_of(changed(tmp_path, change))
+    found, reader = tensors_of(damage(tmp_path, change))
     assert found.sources("bert.embeddings.LayerNorm.weight") == ("bert.embeddings.LayerNorm.gamma",)
     assert found.tensor("bert.embeddings.LayerNorm.weight", reader.__getitem__)[0] == 7
 
@@ -189,8 +165,8 @@ def test_one_tensor_for_several_parameters(tmp_path: Path) -> None:
 # ---- without reading -------------------------------------------------------------------------------------------------
 
 
-def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[..., Path]) -> None:
-    found, reader = tensors_of(saved("mixtral"))
+def test_no_weights_are_read_and_only_what_is_asked_for_is_made(checkpoint: Make) -> None:
+    found, reader = tensors_of(checkpoint("mixtral"))
     read: list[str] = []
 
     def note(name: str) -> torch.Tensor:
@@ -205,18 +181,18 @@ def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[
     assert not found.is_converted("model.layers.1.mlp.gate.weight")
 
 
-def test_what_is_stored_stays_as_it_is(saved: Callable[..., Path]) -> None:
-    found, _ = tensors_of(saved("llama"))
+def test_what_is_stored_stays_as_it_is(checkpoint: Make) -> None:
+    found, _ = tensors_of(checkpoint("llama"))
     given = torch.ones(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
     assert found.tensor("lm_head.weight", {"lm_head.weight": given}.__getitem__) is given
 
 
-def test_missing_and_misshaped_parameters_are_not_given(saved: Callable[..., Path]) -> None:
+def test_missing_and_misshaped_parameters_are_not_given(checkpoint: Make) -> None:
     def change(tensors: Tensors) -> None:
         del tensors["model.norm.weight"]
         tensors["lm_head.weight"] = torch.ones(5, 64)
 
-    found, reader = tensors_of(changed(saved("llama"), change))
+    found, reader = tensors_of(damage(checkpoint("llama"), change))
     with pytest.raises(Failure, match=r"the checkpoint lacks tensor model\.norm\.weight"):
         found.tensor("model.norm.weight", reader.__getitem__)
     with pytest.raises(Failure, match=rf"lm_head\.weight is \[5, 64\], by the config it is \[{VOCABULARY}, 64\]"):

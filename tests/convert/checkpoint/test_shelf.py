@@ -77,16 +77,3 @@ def test_what_was_removed_since_is_missed(file: Path) -> None:
     assert not shelf.has(0)
     with pytest.raises(Failure, match=r"layer-00000\.safetensors is damaged, or was removed"):
         shelf.get(0)
-
-
-def test_a_layer_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[bool] = []
-    sync = os.fsync
-
-    def seen(descriptor: int) -> None:
-        synced.append((tmp_path / "layer-00000.safetensors").exists())
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", seen)
-    Shelf(tmp_path, "layer").put(0, TENSORS, NOTE)
-    assert synced == [False, True]  # the file, and then the directory that holds its name

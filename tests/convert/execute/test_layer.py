@@ -5,7 +5,6 @@ That each output class is exact at full size, of every family, tests/convert/hos
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -23,7 +22,8 @@ from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok,
 from attention import load
 from attention.spec import AttentionSpec
 from convert.demo.showcase import MODEL
-from convert.families import FAMILIES, family_of
+from convert.families import FAMILIES
+from convert.families.reading import family_for
 from eval.inputs.source import Source
 
 WITH_KV_HEADS = [name for name, family in FAMILIES.items() if family.has_heads]
@@ -52,11 +52,9 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def parts_of(path: Path) -> dict[str, torch.Tensor]:
     """All tensors but those of attentions, by role."""
-    config = json.loads((path / "config.json").read_text())
-    family = family_of(config["model_type"], config.get("text_config", {}).get("model_type"))
+    family = family_for(Source.parse(str(path)).config)
     found: dict[str, torch.Tensor] = {}
-    bound = family.of(Source.parse(str(path)).config)
-    attention = {name for layer in range(2) for name in bound.shapes(layer)}
+    attention = {name for layer in range(2) for name in family.shapes(layer)}
     for name, tensor in weights(path).items():
         if name not in attention:
             place = family.names.place(name)

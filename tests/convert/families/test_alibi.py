@@ -27,22 +27,6 @@ def test_slopes_are_those_of_the_class(heads: int) -> None:
     torch.testing.assert_close(torch.tensor(FAMILIES["mpt"].of(config).slopes), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretraining_tp is 2"),
-        ("mpt", {"no_bias": False}, "no_bias is false"),
-        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
-        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is True"),
-        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_config.attn_type is multiquery_attention"),
-        ("mpt", {"attn_config": {"alibi_bias_max": 4}}, "attn_config.alibi_bias_max is 4"),
-        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False"),
-    ],
-)
-def test_what_a_record_does_not_say_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    assert message in str(FAMILIES[model_type].of(tiny_config(model_type, **changes)).unreadable)
-
-
 @pytest.mark.parametrize("model_type", ALIBI)
 def test_other_functions_than_eager_are_refused(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Their masks have no place for slopes."""

@@ -217,9 +217,9 @@ def test_the_norm_before_the_attention_is_the_one_that_is_named(model_type: str,
         for centred in (False, True):
             hat = normalised(stream, centred)
             if norm is not None:
-                hat = hat * (state[f"{norm.name}.weight"].double() + norm.gain_offset)
-                if f"{norm.name}.bias" in state:
-                    hat = hat + state[f"{norm.name}.bias"].double()
+                hat = hat * (state[norm.name].double() + norm.offset)
+                if (bias := f"{norm.name.removesuffix('.weight')}.bias") in state:
+                    hat = hat + state[bias].double()
             near.append(hat)
         if norm is None:
             near.append(stream.double())

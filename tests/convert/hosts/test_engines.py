@@ -18,7 +18,7 @@ from convert.hosts.engines import ENGINES, engine_of, running, storing
 from convert.hosts.kvfold import HOST, LATENT_HOST
 
 BEFORE = AttentionSpec(2, 32, 32, 128)
-CLASSES = {host.name: host for hosts in HOSTS.values() for host in hosts}
+CLASSES = {host.name: host for hosts in (*HOSTS.values(), PORTABLE) for host in hosts}
 
 
 def test_every_output_class_runs_in_transformers_and_names_known_engines() -> None:
@@ -29,19 +29,23 @@ def test_every_output_class_runs_in_transformers_and_names_known_engines() -> No
 
 
 @pytest.mark.parametrize(
-    ("host", "spec", "expected"),
+    ("host", "model_type", "spec", "expected"),
     [
-        ("its own class", BEFORE.grouped(8), ["transformers", "vllm", "llama.cpp"]),
-        ("deepseek_v3", BEFORE.latent(512, 64), ["transformers", "vllm"]),
-        ("deepseek_v3", BEFORE.latent(256, 64), ["transformers", "vllm"]),
-        ("deepseek_v3", BEFORE.latent(512, 128), ["transformers"]),
-        ("deepseek_v3", BEFORE.latent(448, 128), ["transformers"]),
-        ("kvfold", BEFORE.latent(512, 64), ["transformers"]),
-        ("kvfold", BEFORE.grouped(8), ["transformers"]),
+        ("its own class", "llama", BEFORE.grouped(8), ["transformers", "vllm", "llama.cpp"]),
+        ("its own class", "phi", BEFORE.grouped(8), ["transformers", "vllm"]),
+        ("its own class", "falcon", BEFORE.grouped(1), ["transformers"]),
+        ("deepseek_v3", "llama", BEFORE.latent(512, 64), ["transformers", "vllm"]),
+        ("deepseek_v3", "llama", BEFORE.latent(256, 64), ["transformers", "vllm"]),
+        ("deepseek_v3", "llama", BEFORE.latent(512, 128), ["transformers"]),
+        ("deepseek_v3", "llama", BEFORE.latent(448, 128), ["transformers"]),
+        ("portable deepseek_v3", "llama", BEFORE.latent(512, 64), ["transformers", "vllm"]),
+        ("portable deepseek_v3", "llama", BEFORE.latent(96, 32), ["transformers"]),
+        ("kvfold", "llama", BEFORE.latent(512, 64), ["transformers"]),
+        ("kvfold", "llama", BEFORE.grouped(8), ["transformers"]),
     ],
 )
-def test_what_runs_a_result(host: str, spec: AttentionSpec, expected: list[str]) -> None:
-    assert running(CLASSES[host], FAMILIES["llama"], spec) == expected
+def test_what_runs_a_result(host: str, model_type: str, spec: AttentionSpec, expected: list[str]) -> None:
+    assert running(CLASSES[host], FAMILIES[model_type], spec) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,12 +75,6 @@ def test_what_vllms_plugin_refuses_is_not_made_for_it(changes: dict[str, Any]) -
     for host, spec in ((HOST, BEFORE.grouped(8)), (LATENT_HOST, BEFORE.latent(512, 64))):
         assert running(host, family.of(tiny_config("qwen3")), spec) == ["transformers", "vllm"]
         assert running(host, family.of(tiny_config("qwen3", **changes)), spec) == ["transformers"]
-
-
-def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
-    own = CLASSES["its own class"]
-    assert running(own, FAMILIES["phi"], BEFORE.grouped(8)) == ["transformers", "vllm"]
-    assert running(own, FAMILIES["falcon"], BEFORE.grouped(1)) == ["transformers"]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +122,8 @@ def test_a_note_says_what_each_size_would_hold() -> None:
     ],
 )
 def test_which_engines_store_a_cache(host: str, spec: AttentionSpec, form: str, expected: list[str]) -> None:
-    found = {**CLASSES, PORTABLE[0].name: PORTABLE[0]}[host]
-    spec = replace(spec, q_lora_rank=4096) if found.portable else spec
-    assert storing(found, FAMILIES["llama"], spec, form) == expected
+    spec = replace(spec, q_lora_rank=4096) if CLASSES[host].portable else spec
+    assert storing(CLASSES[host], FAMILIES["llama"], spec, form) == expected
 
 
 def test_latents_of_kvfolds_class_are_stored_in_few_bits_by_transformers_alone() -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from held import GLOBAL
+from held import GLOBAL, config_of
 from latents import logits_of, tokens
 from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, ok, weights
 
 from convert.families import FAMILIES
-from convert.hosts import kvfold
 from convert.hosts.gpt_bigcode import HOST
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / "config.json").read_text()))
 
 
 def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
@@ -59,29 +51,3 @@ def test_settings_are_carried() -> None:
         assert sized.layer_norm_epsilon == (1e-5 if model_type == "opt" else 1e-3)
         assert (sized.n_inner, sized.vocab_size, sized.n_positions, sized.n_layer) == (32, VOCABULARY, 128, 3)
         assert not hasattr(sized, "own_key")
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no biases": ("opt", {"enable_bias": False}, "sets enable_bias to False, and the class needs True"),
-    "no gains": ("opt", {"layer_norm_elementwise_affine": False}, "sets layer_norm_elementwise_affine to False"),
-    "no last norm": ("opt", {"_remove_final_layer_norm": True}, "sets _remove_final_layer_norm to True"),
-    "narrow embeddings": ("opt", {"word_embed_proj_dim": 24}, "sets word_embed_proj_dim to 24, and the class needs 64"),
-    "windows": ("gpt_neo", {"window_size": 127}, "sets window_size to 127, which the class does not support"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_the_class_does_not_do_is_refused_and_kvfolds_class_does_it(case: str) -> None:
-    model_type, changes, message = REFUSED[case]
-    family = FAMILIES[model_type].of(tiny_config(model_type, **changes))
-    target = family.spec.grouped(1)
-    assert message in str(HOST.refuses(family, target))
-    assert kvfold.HOST.refuses(family, target) is None
-
-
-def test_it_has_one_kv_head() -> None:
-    family = FAMILIES["gpt2"].of(tiny_config("gpt2"))
-    assert HOST.refuses(family, family.spec.grouped(2)) == "it has one KV head, not 2"
-    assert HOST.refuses(family, family.spec.grouped(1)) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from alike import decodes_alike
 from held import BEHIND, IGNORING
-from latents import tokens
+from latents import same_logits, tokens
 from rows import rows
 from tiny import SWITCHES, switched, tiny_config
 from written import Convert, Logits, Make, damage, edit, left_nothing, ok, weights
@@ -36,7 +36,7 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
         spec = family.spec
         if name in IGNORING:
             assert HOST.refuses(family, spec.grouped(1)) is None
-            why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
+            why = "caches keys and values of all 8 query heads" if name == "falcon" else "ignores num_key_value_heads"
             assert why in str(SOURCE.refuses(family, spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
             assert SOURCE.refuses(family, spec) is None, "a copy"
@@ -95,38 +95,32 @@ def test_a_base_model_that_was_saved_alone_is_read(
     assert renamed[embedding.name] in weights(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("gpt2", {"add_cross_attention": True}, "it has cross-attention (add_cross_attention)"),
-        ("gpt_neo", {"window_size": 0}, "its local layers see no tokens (window_size is 0)"),
-        ("gpt_neo", {"window_size": -1}, "its local layers see no tokens (window_size is -1)"),
-        ("xglm", {"add_cross_attention": True}, "it has cross-attention (add_cross_attention)"),
-        ("opt", {"do_layer_norm_before": False}, "it normalises behind its attention (do_layer_norm_before is false)"),
-    ],
-)
-def test_what_gpt2_and_its_like_may_do_besides_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    assert FAMILIES[model_type].of(tiny_config(model_type, **changes)).unreadable == message
-
-
 @pytest.mark.parametrize("model_type", rows(["gpt2", "gpt_neo", "gpt_neox"], ["gpt2"]))
 def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
-    from safetensors.torch import save_file
-
     source, family = checkpoint(model_type), FAMILIES[model_type]
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
     modules = [family.output(layer).rpartition(".")[0] for layer in range(3)]
     extra = {f"{module}.bias": mask.clone() for module in modules}
     extra |= {f"{module}.masked_bias": torch.tensor(-1e9) for module in modules}
-    save_file(weights(source) | extra, source / "model.safetensors", {"format": "pt"})
+    damage(source, lambda tensors: tensors.update(extra))
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
     assert {name: dropped[name] for name in extra} == dict.fromkeys(extra, "the model computes it itself")
     assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
     ok(convert("gqa", source, tmp_path / "same", "--groups", 8, "--force"))
     assert torch.equal(logits(tmp_path / "same"), logits(source))
+
+
+def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = checkpoint("gpt_bigcode", multi_query=True)
+    ok(convert("mqa", source, tmp_path / "same", "--force"))
+    before, after = weights(source), weights(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    ok(convert("mla", source, tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
+    same_logits(logits(tmp_path / "latent"), logits(source))
 
 
 def test_embeddings_may_be_narrower_than_the_model(
@@ -163,13 +157,20 @@ def test_windows_inside_attention_are_kept(
     decodes_alike(model, tokens(20))
 
 
-@pytest.mark.parametrize("model_type", sorted({*IGNORING, *PHI.families}))
-def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, tmp_path: Path) -> None:
-    tiny_config(model_type).save_pretrained(tmp_path)
-    message = f"sets num_key_value_heads to 4, which {model_type} ignores: each of its 8 query heads"
-    with pytest.raises(Refusal, match=message):
-        readable(Source.parse(str(edit(tmp_path, num_key_value_heads=4))))
-    assert readable(Source.parse(str(edit(tmp_path, num_key_value_heads=8)))).model_type == model_type
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, {}) for name in sorted({*IGNORING, *PHI.families})),
+        *((n, {"multi_query": True}) for n in ("falcon", "gpt_bigcode")),
+    ],
+)
+def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    tiny_config(model_type, **changes).save_pretrained(tmp_path)
+    own, have = (1, "its 8 query heads share 1") if changes else (8, "each of its 8 query heads")
+    for stray in {4, 8} - {own}:
+        with pytest.raises(Refusal, match=f"sets num_key_value_heads to {stray}, which {model_type} ignores: {have}"):
+            readable(Source.parse(str(edit(tmp_path, num_key_value_heads=stray))))
+    assert readable(Source.parse(str(edit(tmp_path, num_key_value_heads=own)))).model_type == model_type
 
 
 @pytest.mark.parametrize(

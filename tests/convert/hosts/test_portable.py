@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from latents import stock_module_computes
+from latents import logits_of, stock_module_computes
 from records import factored
 from rows import rows
 from tiny import tiny_config
@@ -21,7 +21,10 @@ from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
-from convert.families.deepseek import V3
+from convert.families.latent import V3
+from convert.families.neutral import constants, level
+from convert.hosts import Host
+from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
@@ -35,16 +38,30 @@ def normalised(channels: int) -> FactoredAttention:
     return dataclasses.replace(a, normalised=True, gain=gain, rotary=ladder)
 
 
-@pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
-def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
-    a = normalised(channels)
+@pytest.mark.parametrize(
+    ("host", "rank", "channels", "biased"),
+    [
+        *((DEEPSEEK, *row, biased) for row in ((16, 15), (16, 9), (15, 13)) for biased in (True, False)),
+        *((HOST, 16, channels, False) for channels in (16, 9)),
+    ],
+)
+def test_the_stock_module_computes_the_record(host: Host, rank: int, channels: int, biased: bool) -> None:
+    """Constants, padding, scale and biases: the class's own attention against the naive reference."""
+    a = normalised(channels) if host.portable else factored(4, 6, 4, channels, 20, biased)
+    a = dataclasses.replace(a, q_nope_bias=None, q_rope_bias=None)
     sizes = {"num_attention_heads": 4, "hidden_size": 20, "head_dim": 6, "num_key_value_heads": 4}
     source = family_of("llama").of(tiny_config("llama", **sizes))
     target = source.spec.latent(rank, 8)
-    config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    tensors, sized = HOST.layout(source).join(a, target, 0), HOST.sized({}, source, target)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.of(sized).shapes(0)
-    assert not any(name.endswith("bias") for name in tensors)
+    config = type(tiny_config("deepseek_v3"))(**host.config({}, source, target, a.rotary), attn_implementation="eager")
+    tensors, sized = host.layout(source).join(a, target, 0), host.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == host.layout(source).of(sized).shapes(0)
+    if host.portable:
+        assert not any(name.endswith("bias") for name in tensors)
+    else:
+        own = len(constants(rank))
+        norm, up = (tensors[f"{PREFIX}{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
+        assert norm.tolist() == [level(constants(rank))] * (rank - own) + [0.0] * own, "constants are cached as zeros"
+        assert up[:, channels:].abs().max() == 0, "and nothing reads them"
     stock_module_computes(config, tensors, a)
 
 
@@ -76,41 +93,17 @@ def test_a_ladder_is_written_as_yarn_that_changes_nothing(pairs: list[int], thet
     assert V3.of(made).scale == pytest.approx(made.qk_head_dim**-0.5)
 
 
-@pytest.mark.parametrize("frequencies", [[1.0, 0.5, 0.3], [0.5, 0.25], [2.0], [1.0, 0.1, 0.01, 0.0011]])
-def test_what_is_no_ladder_is_told_apart(frequencies: list[float]) -> None:
-    assert ladder_ratio(Rotary(torch.tensor(frequencies).double(), "half")) is None
-
-
-def test_ladders_have_one_ratio() -> None:
-    assert ladder_ratio(Rotary(torch.tensor([1.0, 0.5, 0.25]).double(), "half")) == pytest.approx(0.5)
-    assert ladder_ratio(Rotary(torch.tensor([1.0]).double(), "half")) == 1
-
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("frequencies", "ratio"),
     [
-        ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
-        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are not a geometric ladder from 1"),
-        ("qwen2", {}, "queries and keys have biases, and the class has none"),
-        ("deepseek_v3", {}, "it has a latent already"),
-        ("phi", {}, "phi does not have Llama's decoder blocks"),
-        ("llama", {"mlp_bias": True}, "the MLP has biases"),
-        ("llama", {"hidden_act": "gelu"}, "the MLP's activation is gelu, and engines' own classes compute SiLU"),
+        *((no, None) for no in ([1.0, 0.5, 0.3], [0.5, 0.25], [2.0], [1.0, 0.1, 0.01, 0.0011])),
+        ([1.0, 0.5, 0.25], 0.5),
+        ([1.0], 1),
     ],
 )
-def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    family = family_of(model_type).of(tiny_config(model_type, **changes))
-    assert message in str(HOST.refuses(family, family.spec.latent(16, 8)))
-
-
-def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:
-    spec = AttentionSpec(2, 32, 32, 128)
-    assert running(HOST, FAMILIES["llama"], spec.latent(512, 64)) == ["transformers", "vllm"]
-    assert running(HOST, FAMILIES["llama"], spec.latent(96, 32)) == ["transformers"]
+def test_a_ladder_has_one_ratio(frequencies: list[float], ratio: float | None) -> None:
+    found = ladder_ratio(Rotary(torch.tensor(frequencies).double(), "half"))
+    assert found is ratio or found == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(("layers", "q_lora_rank"), [(2, 4096), (48, 4096), (26, None), (27, None)])
@@ -132,12 +125,9 @@ SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
 
 
 def logits_on(text: Path, model: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128]
-    with torch.inference_mode():
-        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(model)(ids).logits
-    return found
+    return logits_of(model, AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128])
 
 
 @pytest.mark.parametrize("tied", rows([True, False], [True]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ from rows import rows
 from tiny import switched, tiny_config
 
 from attention.rope import Rotary
-from convert.families import FAMILIES, Family
+from convert.families import FAMILIES
+from convert.families.projections import NAMES
 from convert.families.reading.twin import Twin, disproof, kinds
 from convert.families.separate import SeparateProjections
 
@@ -42,42 +42,34 @@ def test_scaled_rope_is_proved(rope: dict[str, Any]) -> None:
     assert disproof(FAMILIES["llama"], twin) is None
 
 
-def spoilt(model_type: str, **changes: Any) -> Family:
-    row = FAMILIES[model_type]
-    assert isinstance(row, SeparateProjections)
-    return replace(row, **changes)
-
-
 def norm_of(model_type: str, **changes: Any) -> Any:
-    row = FAMILIES[model_type]
-    assert isinstance(row, SeparateProjections)
-    assert row.norm is not None
+    row: Any = FAMILIES[model_type]
     return replace(row.norm, **changes)
 
 
-SPOILT: dict[str, tuple[str, Callable[[], Family]]] = {
-    "pairing": ("llama", lambda: spoilt("llama", pairing="interleaved")),
-    "scale": ("granite", lambda: spoilt("granite", scaled_by=None)),
-    "norm behind RoPE": ("qwen3", lambda: spoilt("qwen3", norm=norm_of("qwen3", after_rotary=True))),
-    "gains less one": ("gemma3_text", lambda: spoilt("gemma3_text", norm=norm_of("gemma3_text", gain_offset=0.0))),
-    "kind of norm": ("cohere", lambda: spoilt("cohere", norm=norm_of("cohere", kind="rms"))),
-    "window": ("mistral", lambda: spoilt("mistral", extra_features=())),
-    "bias": ("qwen2", lambda: spoilt("qwen2", qkv_bias=False)),
-    "rotary share": ("nemotron", lambda: spoilt("nemotron", partial_rotary=False)),
-    "cap": ("gemma2", lambda: spoilt("gemma2", extra_features=("sliding_window",))),
-    "layers with RoPE": ("smollm3", lambda: spoilt("smollm3", rotates=lambda config, layer: True)),
-    "path": ("llama", lambda: spoilt("llama", attention_path="model.layers.{layer}.attention")),
-    "output": ("phi", lambda: spoilt("phi", o_name="o_proj")),
+SPOILT: dict[str, tuple[str, dict[str, Any]]] = {
+    "pairing": ("llama", {"pairing": "interleaved"}),
+    "scale": ("granite", {"scaled_by": None}),
+    "norm behind RoPE": ("qwen3", {"norm": norm_of("qwen3", after_rotary=True)}),
+    "gains less one": ("gemma3_text", {"norm": norm_of("gemma3_text", gain_offset=0.0)}),
+    "kind of norm": ("cohere", {"norm": norm_of("cohere", kind="rms")}),
+    "window": ("mistral", {"extra_features": ()}),
+    "bias": ("qwen2", {"qkv_bias": False}),
+    "rotary share": ("nemotron", {"partial_rotary": False}),
+    "cap": ("gemma2", {"extra_features": ("sliding_window",)}),
+    "layers with RoPE": ("smollm3", {"rotates": lambda config, layer: True}),
+    "path": ("llama", {"attention_path": "model.layers.{layer}.attention"}),
+    "output": ("phi", {"projections": NAMES}),
 }
 
 
 @pytest.mark.parametrize("field", SPOILT)
 def test_a_wrong_row_is_refuted(field: str) -> None:
-    model_type, made = SPOILT[field]
+    model_type, spoilt = SPOILT[field]
     changes = {"cap": {"attn_logit_softcapping": 0.4}, "layers with RoPE": {"no_rope_layers": [1, 0, 1]}}.get(field, {})
     twin = Twin(switched(model_type, True, **(WINDOWED | changes)))
     assert disproof(FAMILIES[model_type].of(twin.config), twin) is None
-    wrong = disproof(made(), twin)
+    wrong = disproof(replace(FAMILIES[model_type], **spoilt), twin)
     assert wrong is not None
     assert wrong.startswith("layer ")
 
