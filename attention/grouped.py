@@ -47,9 +47,10 @@ class PackedConfig:
 
     stock: Any
     backend: Backend
+    _by = "pack"
 
-    def __init__(self, stock: Any, backend: Backend) -> None:
-        vars(self).update(stock=stock, backend=backend)
+    def __init__(self, stock: Any, backend: Backend, **more: Any) -> None:
+        vars(self).update(stock=stock, backend=backend, **more)
 
     @property
     def _attn_implementation(self) -> str:
@@ -57,13 +58,13 @@ class PackedConfig:
         return NAMES[self.backend] if chosen == STOCK else chosen
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("stock", "backend") or name.startswith("__"):  # looked up during a copy
+        if "stock" not in vars(self) or name.startswith("__"):  # looked up during a copy
             raise AttributeError(name)
         return getattr(self.stock, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("stock", "backend"):
-            raise AttributeError(f"{name} of a packed attention module is chosen by attention.pack(model)")
+        if name in vars(self):
+            raise AttributeError(f"{name} of a {self._by}ed attention module is chosen by attention.{self._by}(model)")
         setattr(self.stock, name, value)
 
 
@@ -75,7 +76,7 @@ def shares_heads(module: nn.Module) -> bool:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether `module` is packed (`attention.patch.pack`)."""
-    return isinstance(getattr(module, "config", None), PackedConfig)
+    return type(getattr(module, "config", None)) is PackedConfig
 
 
 def objection(module: nn.Module) -> str | None:
@@ -150,10 +151,9 @@ def grouped_attention(
     Raises:
         Refusal: A backend other than "auto" cannot serve this call.
     """
-    if kwargs.get("softcap") is not None:  # before 5.23, sdpa left it out without an error
-        raise Refusal("sdpa does not support `softcap`", 'load the model with attn_implementation="eager"')
-    if kwargs.get("s_aux") is not None:  # the sinks of heads, which sdpa leaves out without an error
-        raise Refusal("sdpa does not support `s_aux`", 'load the model with attn_implementation="eager"')
+    for name in ("softcap", "s_aux"):  # caps, and sinks of heads: sdpa leaves the latter out without an error, before 5.23 both
+        if kwargs.get(name) is not None:
+            raise Refusal(f"sdpa does not support `{name}`", 'load the model with attn_implementation="eager"')
     heads, queries, dim = query.shape[1:]
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
         options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from attention.kernels import GROUPED, LATENT, Entry, decode, decode_grouped, torch_decode, triton_decode
+from attention.kernels import decode, decode_grouped, torch_decode, triton_decode
 from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Tiling
 
@@ -106,17 +106,17 @@ class Kind(NamedTuple):
     """What decodes one of both kinds of caches.
 
     Attributes:
-        backends: Who can.
-        decode: Chooses among them.
-        by_torch: The one in torch.
-        operator: The one in Triton, without its checks.
+        decode: Chooses who does.
+        by_torch: In torch.
+        served: Whom it calls: the name of `by_torch`, and of the operator.
+        operator: In Triton, without its checks.
         call: Tensors for it: of a batch, so many cached tokens, and a dtype; with 3 query heads for each KV head.
         groups: KV heads of these; None of a latent.
     """
 
-    backends: dict[str, Entry]
     decode: Callable[..., torch.Tensor]
     by_torch: Callable[..., torch.Tensor]
+    served: tuple[str, str]
     operator: Callable[..., torch.Tensor]
     call: Callable[..., tuple[torch.Tensor, ...]]
     groups: int | None
@@ -131,6 +131,6 @@ def _of_heads(batch: int, cached: int, dtype: torch.dtype = torch.float32) -> tu
 
 
 KINDS: dict[str, Kind] = {
-    "latent": Kind(LATENT, decode, torch_decode.decode, mla_decode, _of_latent, None),
-    "heads": Kind(GROUPED, decode_grouped, torch_decode.decode_grouped, gqa_decode, _of_heads, 2),
+    "latent": Kind(decode, torch_decode.decode, ("decode", "mla"), mla_decode, _of_latent, None),
+    "heads": Kind(decode_grouped, torch_decode.decode_grouped, ("decode_grouped", "gqa"), gqa_decode, _of_heads, 2),
 }

@@ -14,7 +14,7 @@ import torch
 
 from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
-from attention.padding import pad_values
+from attention.patch import pad_values
 from convert.calibration.own_text import own_text
 from convert.methods.text import Method, TextUse
 from convert.planning.base import Plan

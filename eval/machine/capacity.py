@@ -12,8 +12,7 @@ from typing import Any
 
 from attention.auto import from_config
 from attention.errors import Refusal
-from attention.kv_bytes import dtype_bytes
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9

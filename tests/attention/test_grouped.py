@@ -28,9 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import attention.kernels
-from attention import load, pack, restore
+from attention import absorb, load, pack, restore
 from attention.errors import Refusal
 from attention.grouped import NAMES, STOCK, PackedConfig, grouped_attention, is_packed
+from attention.kernels import triton_decode
+from attention.latent import is_absorbed
 from convert.families import FAMILIES
 
 
@@ -204,7 +206,8 @@ def test_flash_attention_is_left_what_it_takes(
 ) -> None:
     """As on a GPU; who serves does not matter here."""
     on_gpu(monkeypatch)
-    monkeypatch.setattr(attention.kernels, "GROUPED", {"torch": attention.kernels.GROUPED["torch"]})
+    monkeypatch.setattr(triton_decode, "grouped_objection", lambda *_: "not here")
+    monkeypatch.setattr(attention.kernels, "_warn", lambda _: None)
     shapes = (3, 6, 1, dim), (3, 2, 20, dim), (3, 2, 20, width)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     with attention.kernels.watched() as seen:
@@ -230,16 +233,26 @@ def test_a_backend_by_name_serves_or_refuses() -> None:
 # What changes, and what does not
 
 
-def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
-    model = grouped_model()
+@pytest.mark.parametrize(("make", "change", "is_changed"), [(grouped_model, pack, is_packed), (mla_model, absorb, is_absorbed)])
+def test_save_pretrained_writes_the_stock_checkpoint(make: Any, change: Any, is_changed: Any, tmp_path: Path) -> None:
+    model, ids = make(), tokens(2, 20)
+    expected = logits(model, ids)
     model.save_pretrained(tmp_path / "stock")
-    pack(model).save_pretrained(tmp_path / "packed")
-    for path in (tmp_path / "stock").iterdir():
-        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
-    again = load(tmp_path / "packed", dtype=torch.float32, backend="torch")
-    assert {module.config._attn_implementation for module in again.modules() if is_packed(module)} == {NAMES["torch"]}
-    assert not any(map(is_packed, AutoModelForCausalLM.from_pretrained(tmp_path / "packed").modules()))
-    assert not any(map(is_packed, load(tmp_path / "packed", attn_implementation="eager").modules()))
+    change(model).save_pretrained(tmp_path / "changed")
+    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "changed").iterdir())
+    assert all((tmp_path / "stock" / name).read_bytes() == (tmp_path / "changed" / name).read_bytes() for name in names)
+    again = load(tmp_path / "changed", dtype=torch.float32, attn_implementation="sdpa", backend="torch")
+    assert {module.config.backend for module in again.modules() if is_changed(module)} == {"torch"}
+    assert error(logits(again.eval(), ids), expected) < 1e-5
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32)
+    assert not any(map(is_changed, stock.modules()))
+    assert error(logits(stock.eval(), ids), expected) < 1e-5
+
+
+def test_what_shares_no_heads_or_attends_otherwise_is_loaded_as_it_is(tmp_path: Path) -> None:
+    grouped_model().save_pretrained(tmp_path / "eager")
+    assert not any(map(is_packed, load(tmp_path / "eager", attn_implementation="eager").modules()))
     tiny_model(tiny_config("llama", num_key_value_heads=8)).save_pretrained(tmp_path / "mha")
     assert not any(map(is_packed, load(tmp_path / "mha").modules()))
 
@@ -279,8 +292,9 @@ def test_a_packed_model_can_be_switched_to_another_implementation() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_are_packed_too(copied: Any) -> None:
-    model, ids = pack(grouped_model()), tokens(2, 12)
+@pytest.mark.parametrize("make", [lambda: pack(grouped_model()), lambda: absorb(mla_model())], ids=["packed", "absorbed"])
+def test_copies_are_packed_or_absorbed_too(make: Any, copied: Any) -> None:
+    model, ids = make(), tokens(2, 12)
     twin = copied(model)
     module = twin.model.layers[1].self_attn
     assert isinstance(module.config, PackedConfig)

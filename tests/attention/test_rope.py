@@ -24,37 +24,6 @@ def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary
     return Rotary(10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, factor)
 
 
-def test_half_pairing_is_what_llama_does() -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    config = tiny_config("llama", head_dim=16)
-    q, k, positions = random(2, 8, 20, 16).float(), random(2, 4, 20, 16, seed=1).float(), torch.arange(20)
-    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
-    expected_q, expected_k = apply_rotary_pos_emb(q, k, cos, sin)
-    rotation = from_config(config, 16)
-    torch.testing.assert_close(rotation.rotate(q, positions), expected_q, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rotation.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
-
-
-@settings(deadline=None)
-@given(pairs=st.integers(1, 12), rest=st.integers(0, 5), seed=st.integers(0, 99))
-def test_the_pairings_agree_after_a_permutation(pairs: int, rest: int, seed: int) -> None:
-    states, positions = random(2, 5, 2 * pairs + rest, seed=seed), torch.arange(5) * 7
-    order = torch.cat((torch.arange(0, 2 * pairs, 2), torch.arange(1, 2 * pairs, 2), torch.arange(2 * pairs, 2 * pairs + rest)))
-    interleaved = rotary(pairs, "interleaved").rotate(states, positions)
-    assert torch.equal(rotary(pairs, "half").rotate(states[..., order], positions), interleaved[..., order])
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairing) -> None:
-    states, positions, rotation = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
-    rotated = rotation.rotate(states, positions)
-    assert rotation.dims == 8
-    assert torch.equal(rotated[..., 8:], states[..., 8:])
-    assert torch.equal(rotated[..., :8], rotation.rotate(states[..., :8], positions))
-    assert (rotated[..., :8] != states[..., :8]).all()
-
-
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 5000.0},
     "linear": {"factor": 4.0},
@@ -113,14 +82,10 @@ def test_layer_types_turn_at_frequencies_of_their_own() -> None:
     for layer_type in parameters:
         ours = from_config(config, 16, layer_type=layer_type).frequencies
         torch.testing.assert_close(ours, getattr(module, f"{layer_type}_inv_freq").double(), rtol=1e-6, atol=0)
-
-
-def test_a_layer_type_without_an_entry_takes_the_common_one_and_the_pairing_is_the_callers() -> None:
     config = tiny_config("llama", rope_parameters={"rope_theta": 777.0, "rope_type": "linear", "factor": 2.0})
-    named = from_config(config, 8, "interleaved", layer_type="full_attention")
-    assert torch.equal(named.frequencies, from_config(config, 8).frequencies)
-    assert named.pairing == "interleaved"
-    assert from_config(tiny_config("llama"), 8, "interleaved").pairing == "interleaved"
+    common = from_config(config, 8, "interleaved", layer_type="full_attention")
+    assert torch.equal(common.frequencies, from_config(config, 8).frequencies), "one without an entry takes the common one"
+    assert common.pairing == "interleaved"
 
 
 # ---- the complex view ----------------------------------------------------------------------------------------------

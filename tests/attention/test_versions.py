@@ -14,7 +14,7 @@ from tiny_mla import error, logits, mla_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from attention import absorb, load
+from attention import absorb, latent, load
 from attention.errors import Failure
 from attention.models import modeling_kvfold
 from attention.models.configuration_kvfold import KvfoldConfig
@@ -121,15 +121,16 @@ def test_the_trial_finds_what_decodes_otherwise(spoilt: str, dtype: torch.dtype,
     attentions, before = absorbed_attentions(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kind: Any = type(attentions[0])
     if spoilt == "no cache":
-        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: kind.attend(self, *args, **kwargs | {CACHE: None}))
+        stock = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs | {CACHE: None}))
     elif spoilt == "one token less":
         update = transformers.DynamicLayer.update
         monkeypatch.setattr(
             transformers.cache_utils.DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k[:, :, 1:], v[:, :, 1:])
         )
     elif spoilt == "another scale":
-        absorbed = kind._absorbed
-        monkeypatch.setattr(kind, "_absorbed", lambda self, q, *rest: absorbed(self, q * 1.01, *rest))
+        absorbed = latent._absorbed
+        monkeypatch.setattr(latent, "_absorbed", lambda module, query, *rest: absorbed(module, query * 1.01, *rest))
     if spoilt == "nothing":
         require_decoding(model, attentions)
     else:
