@@ -6,7 +6,7 @@ repeats keys and values to H heads at every step, which costs more than MHA; wit
 which in bf16 on a CPU costs as much as H KV heads (BENCHMARKS.md). On CUDA torch's flash attention splits a sequence's cache
 among processors, but takes no mask, and static caches and padding need one: the kernel of `attention.kernels` does both.
 
-This module registers one attention function per backend with transformers, whose own functions stay as they are.
+This module registers its attention function with transformers, whose own functions stay as they are.
 `attention.patch.pack` makes the attention modules of one model use it: it puts `PackedConfig` before their config. Whatever
 else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa". Letters as in `attention`; values have Dv.
 """
@@ -14,7 +14,6 @@ else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +26,7 @@ from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
 from attention.stored import Stored
 
-# The name of the attention function of each backend.
-NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
-STOCK = "sdpa"
-# Arguments besides queries, keys, values and masks that sdpa handles: calls with them are passed on to sdpa.
-_SPECIAL = ("cache", "position_bias")
+NAME, STOCK = "kvfold_grouped", "sdpa"  # of attention functions
 
 
 class PackedConfig:
@@ -55,7 +50,7 @@ class PackedConfig:
     @property
     def _attn_implementation(self) -> str:
         chosen: str = self.stock._attn_implementation
-        return NAMES[self.backend] if chosen == STOCK else chosen
+        return NAME if chosen == STOCK else chosen
 
     def __getattr__(self, name: str) -> Any:
         if "stock" not in vars(self) or name.startswith("__"):  # looked up during a copy
@@ -119,15 +114,13 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def grouped_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    *,
-    backend: Backend,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same as transformers' "sdpa": `decode_grouped` does one query per head with shared KV heads, sdpa does the rest.
@@ -135,14 +128,13 @@ def grouped_attention(
     The rest is several queries, dropout, a paged cache, position biases, and whatever sdpa refuses.
 
     Args:
-        module: The attention module, for sdpa.
+        module: The attention module, whose config names the backend (`PackedConfig`).
         query: `[B, H, T, D]`.
         key: `[B, G, S, D]`.
         value: `[B, G, S, Dv]`.
         attention_mask: None, or `[B or 1, 1 or H, T, S]`: true where a token is seen, or a number added to the scores.
         dropout: The chance that a probability of the attention is dropped.
         scaling: The factor of the scores; None for D^-½.
-        backend: See `decode_grouped`.
         kwargs: Everything else that the model passes to its attention function.
 
     Returns:
@@ -154,10 +146,9 @@ def grouped_attention(
     for name in ("softcap", "s_aux"):  # caps, and sinks of heads: sdpa leaves the latter out without an error, before 5.23 both
         if kwargs.get(name) is not None:
             raise Refusal(f"sdpa does not support `{name}`", 'load the model with attn_implementation="eager"')
-    heads, queries, dim = query.shape[1:]
+    (heads, queries, dim), backend = query.shape[1:], module.config.backend
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
-        options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}
-        reason = _unlike(query, key, attention_mask, options)
+        reason = _unlike(query, key, attention_mask, dropout=dropout or None, position_bias=kwargs.get("position_bias"))
         if reason is None and not (backend == "auto" and attention_mask is None and _flash(query, key, value)):
             scale = dim**-0.5 if scaling is None else scaling
             return decode_grouped(query, key, value, attention_mask, scale, backend).transpose(1, 2), None
@@ -166,9 +157,9 @@ def grouped_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> str | None:
-    """Why `decode_grouped` cannot serve a call, or None."""
-    if named := [name for name, value in options.items() if value is not None]:
+def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, **others: Any) -> str | None:
+    """Why `decode_grouped` cannot serve a call, or None. `others`: arguments that sdpa handles, or None."""
+    if named := [name for name, value in others.items() if value is not None]:
         return f"it does not support {' and '.join(named)}"
     if query.shape[0] != key.shape[0]:
         return f"it takes one query per sequence, not {query.shape[0]} for {key.shape[0]}"
@@ -183,6 +174,5 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     return not isinstance(key, Stored) and triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
 
 
-for _backend, _name in NAMES.items():
-    ALL_ATTENTION_FUNCTIONS.register(_name, partial(grouped_attention, backend=_backend))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(NAME, grouped_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import attention.kernels
 from attention import absorb, load, pack, restore
 from attention.errors import Refusal
-from attention.grouped import NAMES, STOCK, PackedConfig, grouped_attention, is_packed
+from attention.grouped import NAME, STOCK, PackedConfig, grouped_attention, is_packed
 from attention.kernels import triton_decode
 from attention.latent import is_absorbed
 from convert.families import FAMILIES
@@ -145,6 +145,11 @@ def test_compiled_steps_do_not_repeat_the_cache() -> None:
 # What is left to sdpa
 
 
+def sharing(count: int = 3, backend: str = "auto") -> SimpleNamespace:
+    """A module of which so many query heads share a KV head."""
+    return SimpleNamespace(num_key_value_groups=count, training=True, config=SimpleNamespace(backend=backend))
+
+
 def call(heads: int = 6, groups: int = 2, queries: int = 1, batch: int = 3) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = (batch, heads, queries, 16), (3, groups, 20, 16), (3, groups, 20, 16)
@@ -172,12 +177,12 @@ CALLS: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_computes_what_sdpa_computes(name: str) -> None:
     (q, k, v), mask, options, packed = CALLS[name]
-    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=True)
+    module = sharing(q.shape[1] // k.shape[1])
     torch.manual_seed(0)
     expected, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
     torch.manual_seed(0)
     with attention.kernels.watched() as seen:
-        found, probabilities = grouped_attention(module, q, k, v, mask, backend="auto", **options)
+        found, probabilities = grouped_attention(module, q, k, v, mask, **options)
     assert probabilities is None
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-6
@@ -187,7 +192,7 @@ def test_every_call_computes_what_sdpa_computes(name: str) -> None:
 @pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}], ids=["caps", "sinks"])
 def test_what_sdpa_leaves_out_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=f"sdpa does not support `{next(iter(given))}`"):
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), *call(), None, backend="auto", **given)
+        grouped_attention(sharing(), *call(), None, **given)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_flash_attention_is_left_what_it_takes(
     shapes = (3, 6, 1, dim), (3, 2, 20, dim), (3, 2, 20, width)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     with attention.kernels.watched() as seen:
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), q, k, v, MASK if masked else None, backend=backend)
+        grouped_attention(sharing(3, backend), q, k, v, MASK if masked else None)
     assert bool(seen) is packed
 
 
@@ -219,7 +224,7 @@ def test_flash_attention_is_left_what_it_takes(
 def test_a_backend_by_name_is_not_passed_over(name: str) -> None:
     tensors, mask, options, _ = CALLS[name]
     with pytest.raises(Refusal, match=r"the torch backend cannot decode here: it (does not support|takes)"):
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), *tensors, mask, backend="torch", **options)
+        grouped_attention(sharing(3, "torch"), *tensors, mask, **options)
 
 
 def test_a_backend_by_name_serves_or_refuses() -> None:
@@ -262,21 +267,18 @@ def test_only_the_lookup_changes_and_comes_back() -> None:
     configs = [layer.self_attn.config for layer in model.model.layers]
     for backend in ("auto", "torch"):
         for module in (layer.self_attn for layer in pack(model, backend=backend).model.layers):
-            assert module.config._attn_implementation == NAMES[backend]
+            assert (module.config._attn_implementation, module.config.backend) == (NAME, backend)
             assert module.config.num_key_value_heads == 4
     assert model.config._attn_implementation == STOCK
     assert ALL_ATTENTION_FUNCTIONS[STOCK] is sdpa_attention_forward
     assert not any(map(is_packed, other.modules()))
-    model.model.layers[0].self_attn.config.told = 7
+    packed = model.model.layers[0].self_attn.config
+    packed.told = 7
     assert configs[0].told == 7
-    assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
-
-
-def test_what_a_packed_module_was_given_is_not_written_into_the_config() -> None:
-    model = pack(grouped_model())
-    with pytest.raises(AttributeError, match="chosen by attention"):
-        model.model.layers[0].self_attn.config.backend = "torch"
+    with pytest.raises(AttributeError, match="backend of a packed attention module is chosen by attention"):
+        packed.backend = "torch"
     assert not {"backend", "stock"} & set(model.config.to_dict())
+    assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
 
 
 def test_a_packed_model_can_be_switched_to_another_implementation() -> None:

@@ -63,21 +63,6 @@ def test_logits_are_those_of_stock_in_fp64(name: str, attention: str, chunks: st
     assert error(logits(absorb(exact, when="always"), ids, chunks=sizes), expected) < 1e-6
 
 
-@pytest.mark.parametrize(("attention", "static"), [("eager", False), ("sdpa", True)])
-def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool) -> None:
-    model = absorb(mla_model(attention=attention), when="always")
-    lengths = [30, 19, 26]
-    ids, mask = tokens(3, 30), padding(lengths)
-    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
-    batched = logits(model, ids, mask, (15, 4), cache)
-    assert batched.isfinite().all()
-    for row, length in enumerate(lengths):
-        alone = logits(model, ids[row : row + 1, -length:], chunks=(8,))
-        assert error(batched[row : row + 1, -length:], alone) < 1e-5
-    with_stock = logits(restore(model), ids, mask, (15, 4))
-    assert error(batched[mask.bool()], with_stock[mask.bool()]) < 1e-5
-
-
 def generated(model: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
     lengths = [12, 7, 9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from tiny import tiny_config, tiny_model
-from tiny_mla import error, logits, mla_model, tokens
+from tiny_mla import logits, mla_model, tokens
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -61,12 +61,6 @@ def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attn_implementation("eager")
     assert count("auto") == layers
     assert count("always") == 0
-
-
-def test_loaded_weights_are_used() -> None:
-    model, other = absorb(mla_model()), mla_model(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert error(logits(model, tokens(1, 14)), logits(other, tokens(1, 14))) < 1e-5
 
 
 class Other(DeepseekV3Attention):  # type: ignore[misc]

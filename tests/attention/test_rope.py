@@ -54,38 +54,11 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(kind: str) -
         assert not torch.allclose(ours.frequencies, plain.frequencies, rtol=1e-3), "scaling is seen"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "embedding", "factor"), [("phi", "PhiRotaryEmbedding", 0.5), ("glm", "GlmRotaryEmbedding", 0.25)]
-)
-def test_partial_rotary_of_a_config_is_that_of_its_class(model_type: str, embedding: str, factor: float) -> None:
-    import importlib
-
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    width = {"hidden_size": 8 * 32} if model_type == "phi" else {}
-    parameters = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": factor}
-    config = tiny_config(model_type, head_dim=32, **width, rope_parameters=parameters)
-    theirs, ours = getattr(module, embedding)(config), from_config(config, 32, partial=True)
-    assert ours.dims == 32 * factor
-    torch.testing.assert_close(ours.frequencies, theirs.inv_freq.double(), rtol=1e-6, atol=0)
-
-
-def test_layer_types_turn_at_frequencies_of_their_own() -> None:
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-
-    parameters = {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = tiny_config("gemma3_text", head_dim=16, layer_types=layer_types, rope_parameters=parameters)
-    module = Gemma3RotaryEmbedding(config)
-    for layer_type in parameters:
-        ours = from_config(config, 16, layer_type=layer_type).frequencies
-        torch.testing.assert_close(ours, getattr(module, f"{layer_type}_inv_freq").double(), rtol=1e-6, atol=0)
+def test_a_layer_type_without_an_entry_takes_the_common_one_and_the_pairing_is_the_callers() -> None:
     config = tiny_config("llama", rope_parameters={"rope_theta": 777.0, "rope_type": "linear", "factor": 2.0})
-    common = from_config(config, 8, "interleaved", layer_type="full_attention")
-    assert torch.equal(common.frequencies, from_config(config, 8).frequencies), "one without an entry takes the common one"
-    assert common.pairing == "interleaved"
+    found = from_config(config, 8, "interleaved", layer_type="full_attention")
+    assert torch.equal(found.frequencies, from_config(config, 8).frequencies)
+    assert found.pairing == "interleaved"
 
 
 # ---- the complex view ----------------------------------------------------------------------------------------------
@@ -145,17 +118,12 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
 # ---- longrope ------------------------------------------------------------------------------------------------------
 
 
-def longrope() -> Any:
-    return tiny_config(
-        "llama", head_dim=64, rope_parameters={"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
-    )
-
-
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    config = longrope()
+    parameters = {"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
+    config = tiny_config("llama", head_dim=64, rope_parameters=parameters)
     q, positions = random(1, 2, length, 64).float(), torch.arange(length)
     expected, _ = apply_rotary_pos_emb(q, q, *LlamaRotaryEmbedding(config)(q, positions[None]))
     ours = from_config(config, 64)

@@ -21,20 +21,6 @@ LLAMA_2_7B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=32, head_di
 LLAMA_3_8B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "expected"),
-    [
-        (LLAMA_2_7B, "bfloat16", 524_288),
-        (LLAMA_2_7B, "float16", 524_288),
-        (LLAMA_2_7B, "float32", 1_048_576),
-        (LLAMA_3_8B, "bfloat16", 131_072),
-        (LLAMA_2_7B.grouped(1), "bfloat16", 16_384),
-    ],
-)
-def test_bytes_per_token_of_known_models(spec: AttentionSpec, dtype: str, expected: int) -> None:
-    assert spec.bytes_per_token(dtype) == expected
-
-
 def test_bytes_of_dtypes() -> None:
     assert [dtype_bytes(name) for name in ("float32", "float16", "bfloat16", "float64")] == [4, 2, 2, 8]
     with pytest.raises(Refusal, match=r"no KV cache is kept in 'bf16' \(choose float32, float16, bfloat16, float64\)"):
