@@ -284,11 +284,8 @@ def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     repeats, tokens = len(heads.plain) // len(values), len(heads.inputs)
     values = values.repeat_interleave(repeats, 0)
     if heads.scoring.softcap is not None or heads.sinks is not None:
-        # torch has no function for that
-        parts = [
-            [heads.attention(head, span) @ rows[: span.stop] for span in spans(tokens)] for head, rows in enumerate(values)
-        ]
-        return torch.stack([torch.cat(of_head) for of_head in parts])
+        read = ([heads.attention(h, span) @ rows[: span.stop] for span in spans(tokens)] for h, rows in enumerate(values))
+        return torch.stack([torch.cat(parts_of_head) for parts_of_head in read])  # torch has no function for that
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
     keys, values = keys.repeat_interleave(len(queries) // len(keys), 0), widened(values, keys.shape[-1])
     if window is None or window >= tokens:

@@ -149,7 +149,10 @@ def grouped_attention(
     (heads, queries, dim), backend = query.shape[1:], module.config.backend
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
         reason = _unlike(query, key, attention_mask, dropout=dropout or None, position_bias=kwargs.get("position_bias"))
-        if reason is None and not (backend == "auto" and attention_mask is None and _flash(query, key, value)):
+        # Without a mask, torch's flash attention packs groups itself and splits the cache.
+        half = key.dtype in (torch.float16, torch.bfloat16) and not isinstance(key, Stored)
+        flash = half and triton_decode.on_gpu(key) and dim == value.shape[-1] <= 256
+        if reason is None and not (backend == "auto" and attention_mask is None and flash):
             scale = dim**-0.5 if scaling is None else scaling
             return decode_grouped(query, key, value, attention_mask, scale, backend).transpose(1, 2), None
         if reason and backend != "auto":
@@ -166,12 +169,6 @@ def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *
     if mask is not None and (mask.ndim != 4 or mask.shape[-1] != key.shape[2]):
         return f"it takes a mask over the {key.shape[2]} tokens of the cache, not one of shape {list(mask.shape)}"
     return None
-
-
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's flash attention serves a call without a mask; it packs groups itself and splits the cache."""
-    half = key.dtype in (torch.float16, torch.bfloat16)
-    return not isinstance(key, Stored) and triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, grouped_attention)

@@ -88,7 +88,7 @@ def latent_attention(
     query: torch.Tensor,
     latent: torch.Tensor,
     k_rope: torch.Tensor,
-    attention_mask: torch.Tensor | BlockMask | None,
+    attention_mask: Any,
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,18 +109,33 @@ def latent_attention(
     Returns:
         `[B, T, H, Dv]`, and with eager attention the probabilities `[B, H, T, S]`, else None.
     """
-    if can_absorb(module, query.shape[2], latent.shape[2], attention_mask, kwargs):
-        return _absorbed(module, query, latent, k_rope, attention_mask, scaling, kwargs.get("softcap"))
-    keys, values = type(module).expand_kv(module, latent, k_rope)
     chosen, padding = module.config.stock._attn_implementation, module.config.when == "never"
-    own = eager
-    if module.training or padding:
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", eager)
-    if values.device.type == "cpu" and chosen == STOCK and (padding or not module.training):
-        values = widened(values, keys.shape[-1])
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, own)
-    out, probabilities = function(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
-    return out[..., : module.v_head_dim], probabilities
+    if not can_absorb(module, query.shape[2], latent.shape[2], attention_mask, kwargs):
+        keys, values = type(module).expand_kv(module, latent, k_rope)
+        own = eager
+        if module.training or padding:
+            own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", eager)
+        if values.device.type == "cpu" and chosen == STOCK and (padding or not module.training):
+            values = widened(values, keys.shape[-1])
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, own)
+        out, probabilities = function(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
+        return out[..., : module.v_head_dim], probabilities
+    q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
+    returned = chosen == "eager"  # the one that returns probabilities
+    if returned or not isinstance(latent, Stored):
+        latent, k_rope = latent[:, 0], k_rope[:, 0]
+    up_k, up_v = module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1)).split(
+        (module.qk_nope_head_dim, module.v_head_dim), 1
+    )  # [H, N, R], [H, Dv, R]
+    q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
+    dense, probabilities = dense_mask(attention_mask, latent), None
+    if returned:
+        softcap = kwargs.get("softcap")
+        probabilities = torch_decode.probabilities(q_latent, q_rope, latent, k_rope, dense, scaling, softcap)
+        o_latent = torch_decode.read(probabilities, latent)
+    else:
+        o_latent = decode(q_latent, q_rope, latent, k_rope, dense, scaling, module.config.backend)
+    return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), probabilities
 
 
 def can_absorb(module: Any, queries: int, cached: int, mask: torch.Tensor | BlockMask | None, given: Mapping[str, Any]) -> bool:
@@ -142,32 +157,6 @@ def can_absorb(module: Any, queries: int, cached: int, mask: torch.Tensor | Bloc
         return False
     sizes = module.kv_lora_rank, module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
     return bool(when == "always" or absorbs(queries, cached, *sizes))
-
-
-def _absorbed(
-    module: Any,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
-    returned = module.config.stock._attn_implementation == "eager"  # the one that returns probabilities
-    if returned or not isinstance(latent, Stored):
-        latent, k_rope = latent[:, 0], k_rope[:, 0]
-    up_k, up_v = module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1)).split(
-        (module.qk_nope_head_dim, module.v_head_dim), 1
-    )  # [H, N, R], [H, Dv, R]
-    q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
-    dense, probabilities = dense_mask(mask, latent), None
-    if returned:
-        probabilities = torch_decode.probabilities(q_latent, q_rope, latent, k_rope, dense, scaling, softcap)
-        o_latent = torch_decode.read(probabilities, latent)
-    else:
-        o_latent = decode(q_latent, q_rope, latent, k_rope, dense, scaling, module.config.backend)
-    return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), probabilities
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.kernels import decode, decode_grouped, torch_decode, triton_decode
 from attention.kernels.operators import gqa_decode, mla_decode
@@ -100,6 +101,20 @@ def grouped(
 def _drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+
+
+class Sizes(TorchDispatchMode):
+    """Tells how many floating values each operation makes."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.float32, torch.float64) and not made._is_view():
+            self.tell(made.numel())
+        return made
 
 
 class Kind(NamedTuple):

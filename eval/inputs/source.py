@@ -117,7 +117,9 @@ class Source:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_object)
         except FileNotFoundError:
-            raise self._no_checkpoint() from None
+            names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
+            what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
+            raise Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step) from None
         except (ValueError, OSError, RecursionError) as error:
             raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
@@ -131,12 +133,6 @@ class Source:
                 hint="get a later revision, or a copy of it that was converted to a class of transformers",
             )
         return raw
-
-    def _no_checkpoint(self) -> Refusal:
-        """Why something without a config.json is no checkpoint."""
-        names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
-        what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
-        return Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step)
 
     @property
     def model_type(self) -> str:
@@ -217,43 +213,33 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
+        from transformers import CONFIG_MAPPING, AutoConfig
+
         self.refuse_remote_code()
-        config = self._built_config()
-        config_rules.check_config(config, self._where)
-        return config
-
-    def _built_config(self) -> Any:
-        from transformers import AutoConfig
-
+        models.make_known(self.model_type)
+        own = self.raw.get("auto_map") and not models.provides(self.model_type)
+        if not own and self.model_type not in CONFIG_MAPPING:
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
+                hint="is it the config of a Hugging Face checkpoint?",
+            )
+        if not own:
+            config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if self.raw.get("auto_map") and not models.provides(self.model_type):
-                    return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
-                # By type and values, not by path: a Hub config needs no second look at the network.
-                return self._config_class()(**values)
-        except Refusal:
-            raise
+                if own:
+                    config = AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
+                else:  # by type and values, not by path: a Hub config needs no second look at the network
+                    config = CONFIG_MAPPING[self.model_type](**values)
         except KeyError as error:
             said = "".join(map(str, error.args))  # without the quotes that str() puts around it
             raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
         except Exception as error:  # transformers raises several exception types of its own
             said = f"transformers does not accept the config of {self.reference}: {one_line(error, 300)}"
             raise Refusal(said, hint="correct its config.json") from error
-
-    def _config_class(self) -> type:
-        from transformers import CONFIG_MAPPING
-
-        models.make_known(self.model_type)
-        try:
-            found: type = CONFIG_MAPPING[self.model_type]
-        except KeyError:
-            raise Refusal(
-                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
-                hint="is it the config of a Hugging Face checkpoint?",
-            ) from None
-        config_rules.check_keys(self.raw, found, self._where)
-        return found
+        config_rules.check_config(config, self._where)
+        return config
 
     @cached_property
     def dtype(self) -> str:

@@ -25,7 +25,7 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.clock import hardware, spread, timed
 from eval.machine.device import compute_device, free_memory, memory_for, require_device
-from eval.speed.workload import Workload, weight_bytes
+from eval.speed.workload import Workload
 from eval.terminal.progress import Progress, silent, stage
 from eval.terminal.tables import bytes_text
 
@@ -182,7 +182,7 @@ def _entry(
             "class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "dtype": run.dtype,
-            "weight_bytes": weight_bytes(model),
+            "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),  # tied ones count once
             "cases": sorted(rows, key=lambda row: (row["batch"], row["context"])),
         }
 

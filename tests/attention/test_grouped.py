@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from decoding import INTERPRETER, on_gpu
+from decoding import INTERPRETER, Sizes, on_gpu
 from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -106,28 +105,15 @@ def test_windows_shared_caches_and_prefills_in_pieces(model_type: str) -> None:
         assert error(logits(pack(model), ids, chunks=[7, 4], cache=make()), expected) < 1e-5
 
 
-class Largest(TorchDispatchMode):
-    """The most values of a tensor that any operation makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        out = function(*arguments, **(options or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
-                self.most = max(self.most, tensor.numel())
-        return out
-
-
 def test_compiled_steps_do_not_repeat_the_cache() -> None:
     sizes, cached = {"num_key_value_heads": 1, "vocab_size": 96}, 64  # whose head is no larger than what is repeated
     model = pack(grouped_model(**sizes))
     cache = StaticCache(config=model.config, max_cache_len=cached)
-    largest = Largest()
+    made: list[int] = []
 
     def watching(graph: Any, examples: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with largest:
+            with Sizes(made.append):
                 return graph.forward(*arguments)
 
         return run
@@ -139,7 +125,7 @@ def test_compiled_steps_do_not_repeat_the_cache() -> None:
         model(tokens(2, 11)[:, :10], past_key_values=cache)
         found = step(tokens(2, 11)[:, 10:], past_key_values=cache).logits
     assert error(found, expected[:, -1:]) < 1e-5
-    assert largest.most < 2 * model.config.num_attention_heads * cached * model.config.head_dim
+    assert max(made) < 2 * model.config.num_attention_heads * cached * model.config.head_dim
 
 
 # What is left to sdpa

@@ -103,8 +103,8 @@ def test_the_trial_finds_what_decodes_otherwise(spoilt: str, dtype: torch.dtype,
             transformers.cache_utils.DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k[:, :, 1:], v[:, :, 1:])
         )
     elif spoilt == "another scale":
-        absorbed = latent._absorbed
-        monkeypatch.setattr(latent, "_absorbed", lambda module, query, *rest: absorbed(module, query * 1.01, *rest))
+        decode = latent.decode
+        monkeypatch.setattr(latent, "decode", lambda q_latent, *rest: decode(q_latent * 1.01, *rest))
     if spoilt == "nothing":
         require_decoding(model, attentions)
     else:
