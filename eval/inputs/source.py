@@ -244,18 +244,12 @@ class Source:
     @cached_property
     def dtype(self) -> str:
         """The dtype of the weights: from the config, else from its files, else float32."""
-        named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
-        return str(named).removeprefix("torch.")
-
-    def _dtype_of_weights(self) -> str | None:
-        """A float dtype that its files have. None for a Hub id."""
-        if self.directory is None:
-            return None
-        try:
-            held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
-        except KvfoldError:  # a damaged file is for those to name who read its weights
-            return None
-        return next((name for name in _FLOATS if name in held), None)
+        named = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        if not named and self.directory is not None:
+            with contextlib.suppress(KvfoldError):  # a damaged file is for those to name who read its weights
+                held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+                named = next((name for name in _FLOATS if name in held), None)
+        return str(named or "float32").removeprefix("torch.")
 
     @property
     def max_positions(self) -> int | None:
@@ -312,11 +306,6 @@ class Source:
         return self.config.get_text_config(decoder=True)
 
     @property
-    def ties(self) -> bool:
-        """Whether its head is its embedding."""
-        return bool(getattr(self.decoder, "tie_word_embeddings", False))
-
-    @property
     def vocabulary(self) -> int:
         """The number of token ids that the model knows."""
         return int(self.decoder.vocab_size)
@@ -326,7 +315,7 @@ class Source:
         """Size and modification time of each weight file, by name, which tell of a change. Raises as `Reader`."""
         return self.gguf.fingerprint if self.gguf else fingerprint(self.files)
 
-    @property
+    @cached_property
     def files(self) -> Path:
         """The directory with all files, downloaded if necessary, or dequantised from a GGUF file (`GgufFile.directory`).
 
@@ -336,11 +325,12 @@ class Source:
         """
         if self.gguf:
             return self.gguf.directory
-        return self._files
-
-    @cached_property
-    def _files(self) -> Path:
-        found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
+        found = self.directory
+        if found is None:
+            listed = self._listed(self.commit)
+            unwanted = {name for name in listed or () if any(fnmatch(name, pattern) for pattern in _UNWANTED)}
+            whole = listed is None or any(fnmatch(name, _WANTED[0]) for name in {*listed} - unwanted)
+            found = self._download(_WANTED if whole else _WANTED + _PICKLES, self.commit)
         refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found
 
@@ -363,11 +353,6 @@ class Source:
             return self.directory / "config.json"
         code = ["*.py"] if self.trust_remote_code else []  # a custom config needs its class
         return self._download(["config.json", *code], self.revision) / "config.json"
-
-    def _has_safetensors(self) -> bool:
-        if (files := self._listed(self.commit)) is None:
-            return True
-        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
 
     def _listed(self, revision: str | None) -> list[str] | None:
         """The files of a Hub repository; None offline or after a network error: what is in the local cache is used."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from attention.auto import from_config
@@ -92,7 +93,8 @@ def fit(
     """
     form, weights = cache_dtype or dtype, parameters * dtype_bytes(dtype)
     room = {name: (share * size * GIGABYTE - weights) / batch for name, size in gpus.items()}
-    longest = {name: _longest(spec, form, free) for name, free in room.items()}
+    of_tokens = partial(spec.cache_bytes, form)
+    longest = {name: max(0, bisect_right(range(_LONGEST), free, key=of_tokens) - 1) for name, free in room.items()}
     return Fit(
         kind=spec.kind,
         kv_bytes_per_token=spec.bytes_per_token(form, context),
@@ -101,10 +103,3 @@ def fit(
         longest_context=longest,
         fits={name: tokens >= context for name, tokens in longest.items()},
     )
-
-
-def _longest(spec: AttentionSpec, form: str, room: float) -> int:
-    """The most tokens of one sequence whose cache takes at most `room` bytes."""
-    if spec.windows is None:
-        return max(0, int(room // spec.bytes_per_token(form)))
-    return max(0, bisect_right(range(_LONGEST), room, key=lambda context: spec.cache_bytes(form, context)) - 1)
