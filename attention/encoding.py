@@ -45,7 +45,7 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     if not (form.group or form.reach):
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
-        return Encoded(values.to(_dtype(form)))
+        return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name)))
     codes, scales, offsets = _quantised(values.float(), form, group)
     return Encoded(_packed(codes, form.bits), scales, offsets)
 
@@ -146,11 +146,6 @@ def _classes(values: torch.Tensor, form: Format) -> list[tuple[Format, torch.Ten
     cut = form.cut(values.shape[-1])
     parts = values.split([count for _, count in cut], -1)
     return [(own, part) for (own, count), part in zip(cut, parts, strict=True) if count]
-
-
-def _dtype(form: Format) -> torch.dtype:
-    found: torch.dtype = torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name)
-    return found
 
 
 def _spread(parts: torch.Tensor, group: int, size: int) -> torch.Tensor:

@@ -231,7 +231,9 @@ def shared(rows: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
 def heads_of(record: Record, block: Block) -> Heads:
     """Make the queries and keys of a record's heads in one block."""
     rotation = (record.rotary or no_rotary()).rotation(torch.tensor(block.positions, device=block.x.device), block.x.dtype)
-    of_queries, x = inputs_of(record, block.x)
+    of_queries = x = block.x
+    if record.projections is not None:
+        of_queries, x = (part[0] for part in record.projections(x[None]))
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
             of_queries = of_queries @ record.q_down.float().T
@@ -253,14 +255,6 @@ def heads_of(record: Record, block: Block) -> Heads:
         lift = None
     sinks = record.sinks.float() if isinstance(record, Attention) and record.sinks is not None else None
     return Heads(x, plain, nope, rope, kept_nope, kept_rope, lift, rotation, record.scale, record.scoring, sinks)
-
-
-def inputs_of(record: Record, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of queries, and of keys and values: a block `[T, E]`, or `[H, T, D]` for the queries of projections."""
-    if record.projections is None:
-        return x, x
-    queries, both = record.projections(x[None])
-    return queries[0], both[0]
 
 
 def values_of(record: Record, heads: Heads) -> torch.Tensor:
@@ -290,7 +284,8 @@ def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     repeats, tokens = len(heads.plain) // len(values), len(heads.inputs)
     values = values.repeat_interleave(repeats, 0)
     if heads.scoring.softcap is not None or heads.sinks is not None:
-        return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
+        read = ([heads.attention(h, span) @ rows[: span.stop] for span in spans(tokens)] for h, rows in enumerate(values))
+        return torch.stack([torch.cat(parts_of_head) for parts_of_head in read])  # torch has no function for that
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
     keys, values = keys.repeat_interleave(len(queries) // len(keys), 0), widened(values, keys.shape[-1])
     if window is None or window >= tokens:
@@ -311,12 +306,6 @@ def _attend(
     return torch.nn.functional.scaled_dot_product_attention(
         queries[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None, scale=scale
     )[0]
-
-
-def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:
-    """`[T, D]` of `values [T, D]`, where torch has no function."""
-    parts = (heads.attention(head, tokens) @ values[: tokens.stop] for tokens in spans(len(values)))
-    return torch.cat(list(parts))
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

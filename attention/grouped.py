@@ -6,7 +6,7 @@ repeats keys and values to H heads at every step, which costs more than MHA; wit
 which in bf16 on a CPU costs as much as H KV heads (BENCHMARKS.md). On CUDA torch's flash attention splits a sequence's cache
 among processors, but takes no mask, and static caches and padding need one: the kernel of `attention.kernels` does both.
 
-This module registers one attention function per backend with transformers, whose own functions stay as they are.
+This module registers its attention function with transformers, whose own functions stay as they are.
 `attention.patch.pack` makes the attention modules of one model use it: it puts `PackedConfig` before their config. Whatever
 else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa". Letters as in `attention`; values have Dv.
 """
@@ -14,7 +14,6 @@ else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +26,7 @@ from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
 from attention.stored import Stored
 
-# The name of the attention function of each backend.
-NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
-STOCK = "sdpa"
-# Arguments besides queries, keys, values and masks that sdpa handles: calls with them are passed on to sdpa.
-_SPECIAL = ("cache", "position_bias")
+NAME, STOCK = "kvfold_grouped", "sdpa"  # of attention functions
 
 
 class PackedConfig:
@@ -47,23 +42,24 @@ class PackedConfig:
 
     stock: Any
     backend: Backend
+    _by = "pack"
 
-    def __init__(self, stock: Any, backend: Backend) -> None:
-        vars(self).update(stock=stock, backend=backend)
+    def __init__(self, stock: Any, backend: Backend, **more: Any) -> None:
+        vars(self).update(stock=stock, backend=backend, **more)
 
     @property
     def _attn_implementation(self) -> str:
         chosen: str = self.stock._attn_implementation
-        return NAMES[self.backend] if chosen == STOCK else chosen
+        return NAME if chosen == STOCK else chosen
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("stock", "backend") or name.startswith("__"):  # looked up during a copy
+        if "stock" not in vars(self) or name.startswith("__"):  # looked up during a copy
             raise AttributeError(name)
         return getattr(self.stock, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("stock", "backend"):
-            raise AttributeError(f"{name} of a packed attention module is chosen by attention.pack(model)")
+        if name in vars(self):
+            raise AttributeError(f"{name} of a {self._by}ed attention module is chosen by attention.{self._by}(model)")
         setattr(self.stock, name, value)
 
 
@@ -75,7 +71,7 @@ def shares_heads(module: nn.Module) -> bool:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether `module` is packed (`attention.patch.pack`)."""
-    return isinstance(getattr(module, "config", None), PackedConfig)
+    return type(getattr(module, "config", None)) is PackedConfig
 
 
 def objection(module: nn.Module) -> str | None:
@@ -118,15 +114,13 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def grouped_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    *,
-    backend: Backend,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same as transformers' "sdpa": `decode_grouped` does one query per head with shared KV heads, sdpa does the rest.
@@ -134,14 +128,13 @@ def grouped_attention(
     The rest is several queries, dropout, a paged cache, position biases, and whatever sdpa refuses.
 
     Args:
-        module: The attention module, for sdpa.
+        module: The attention module, whose config names the backend (`PackedConfig`).
         query: `[B, H, T, D]`.
         key: `[B, G, S, D]`.
         value: `[B, G, S, Dv]`.
         attention_mask: None, or `[B or 1, 1 or H, T, S]`: true where a token is seen, or a number added to the scores.
         dropout: The chance that a probability of the attention is dropped.
         scaling: The factor of the scores; None for D^-½.
-        backend: See `decode_grouped`.
         kwargs: Everything else that the model passes to its attention function.
 
     Returns:
@@ -150,15 +143,16 @@ def grouped_attention(
     Raises:
         Refusal: A backend other than "auto" cannot serve this call.
     """
-    if kwargs.get("softcap") is not None:  # before 5.23, sdpa left it out without an error
-        raise Refusal("sdpa does not support `softcap`", 'load the model with attn_implementation="eager"')
-    if kwargs.get("s_aux") is not None:  # the sinks of heads, which sdpa leaves out without an error
-        raise Refusal("sdpa does not support `s_aux`", 'load the model with attn_implementation="eager"')
-    heads, queries, dim = query.shape[1:]
+    for name in ("softcap", "s_aux"):  # caps, and sinks of heads: sdpa leaves the latter out without an error, before 5.23 both
+        if kwargs.get(name) is not None:
+            raise Refusal(f"sdpa does not support `{name}`", 'load the model with attn_implementation="eager"')
+    (heads, queries, dim), backend = query.shape[1:], module.config.backend
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
-        options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}
-        reason = _unlike(query, key, attention_mask, options)
-        if reason is None and not (backend == "auto" and attention_mask is None and _flash(query, key, value)):
+        reason = _unlike(query, key, attention_mask, dropout=dropout or None, position_bias=kwargs.get("position_bias"))
+        # Without a mask, torch's flash attention packs groups itself and splits the cache.
+        half = key.dtype in (torch.float16, torch.bfloat16) and not isinstance(key, Stored)
+        flash = half and triton_decode.on_gpu(key) and dim == value.shape[-1] <= 256
+        if reason is None and not (backend == "auto" and attention_mask is None and flash):
             scale = dim**-0.5 if scaling is None else scaling
             return decode_grouped(query, key, value, attention_mask, scale, backend).transpose(1, 2), None
         if reason and backend != "auto":
@@ -166,9 +160,9 @@ def grouped_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> str | None:
-    """Why `decode_grouped` cannot serve a call, or None."""
-    if named := [name for name, value in options.items() if value is not None]:
+def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, **others: Any) -> str | None:
+    """Why `decode_grouped` cannot serve a call, or None. `others`: arguments that sdpa handles, or None."""
+    if named := [name for name, value in others.items() if value is not None]:
         return f"it does not support {' and '.join(named)}"
     if query.shape[0] != key.shape[0]:
         return f"it takes one query per sequence, not {query.shape[0]} for {key.shape[0]}"
@@ -177,12 +171,5 @@ def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, o
     return None
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's flash attention serves a call without a mask; it packs groups itself and splits the cache."""
-    half = key.dtype in (torch.float16, torch.bfloat16)
-    return not isinstance(key, Stored) and triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
-
-
-for _backend, _name in NAMES.items():
-    ALL_ATTENTION_FUNCTIONS.register(_name, partial(grouped_attention, backend=_backend))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(NAME, grouped_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

@@ -6,7 +6,7 @@ Letters as in `attention`: E model width, H query heads, G KV heads, D head dim,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attention.formats import Format
 from attention.qk_norm import QKNorm
@@ -147,20 +147,10 @@ class Attention:
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
         device, dtype = self.k.device, torch.promote_types(self.k.dtype, torch.float32)
         one = torch.eye(2 * groups * dim, device=device, dtype=dtype).unflatten(0, (2 * groups, dim))
-        return Attention(
-            q=torch.eye(dim, device=device, dtype=dtype).expand(heads, -1, -1),
-            k=one[:groups],
-            v=one[groups:],
-            o=self.o,
-            scale=self.scale,
-            rotary=self.rotary,
-            o_bias=self.o_bias,
-            projections=HeadProjections(
-                self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip
-            ),
-            scoring=self.scoring,
-            sinks=self.sinks,
-        )
+        source = HeadProjections(self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip)
+        whole = torch.eye(dim, device=device, dtype=dtype).expand(heads, -1, -1)
+        done: dict[str, Any] = dict.fromkeys(("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "rounding"))
+        return replace(self, q=whole, k=one[:groups], v=one[groups:], projections=source, **done)
 
 
 @dataclass(frozen=True)

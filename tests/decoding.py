@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.kernels import GROUPED, LATENT, Entry, decode, decode_grouped, torch_decode, triton_decode
+from attention.kernels import decode, decode_grouped, torch_decode, triton_decode
 from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Tiling
 
@@ -102,21 +103,35 @@ def _drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> tupl
     return tuple(torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
 
 
+class Sizes(TorchDispatchMode):
+    """Tells how many floating values each operation makes."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.float32, torch.float64) and not made._is_view():
+            self.tell(made.numel())
+        return made
+
+
 class Kind(NamedTuple):
     """What decodes one of both kinds of caches.
 
     Attributes:
-        backends: Who can.
-        decode: Chooses among them.
-        by_torch: The one in torch.
-        operator: The one in Triton, without its checks.
+        decode: Chooses who does.
+        by_torch: In torch.
+        served: Whom it calls: the name of `by_torch`, and of the operator.
+        operator: In Triton, without its checks.
         call: Tensors for it: of a batch, so many cached tokens, and a dtype; with 3 query heads for each KV head.
         groups: KV heads of these; None of a latent.
     """
 
-    backends: dict[str, Entry]
     decode: Callable[..., torch.Tensor]
     by_torch: Callable[..., torch.Tensor]
+    served: tuple[str, str]
     operator: Callable[..., torch.Tensor]
     call: Callable[..., tuple[torch.Tensor, ...]]
     groups: int | None
@@ -131,6 +146,6 @@ def _of_heads(batch: int, cached: int, dtype: torch.dtype = torch.float32) -> tu
 
 
 KINDS: dict[str, Kind] = {
-    "latent": Kind(LATENT, decode, torch_decode.decode, mla_decode, _of_latent, None),
-    "heads": Kind(GROUPED, decode_grouped, torch_decode.decode_grouped, gqa_decode, _of_heads, 2),
+    "latent": Kind(decode, torch_decode.decode, ("decode", "mla"), mla_decode, _of_latent, None),
+    "heads": Kind(decode_grouped, torch_decode.decode_grouped, ("decode_grouped", "gqa"), gqa_decode, _of_heads, 2),
 }

@@ -46,10 +46,9 @@ def write(
     kind: str = "F32",
     keys: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
-    without: str = "nothing",
     others: dict[str, str] | None = None,
 ) -> Path:
-    """As llama.cpp's converter writes it; with other `keys` (None: without), more tensors, or without one."""
+    """As llama.cpp's converter writes it; with other `keys` (None: without), or more tensors."""
     config = model.config
     arch = ARCHITECTURES[config.model_type][0]
     name = gguf.MODEL_ARCH_NAMES[arch]
@@ -70,7 +69,7 @@ def write(
     tensors = {own: tensor for own, tensor in model.state_dict().items() if not _tied(model, own)} | (more or {})
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for own, tensor in tensors.items():
-        for place, values in _stored(config, names, own, tensor.float()) if own != without else ():
+        for place, values in _stored(config, names, own, tensor.float()):
             stored = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else (others or {}).get(own, kind)]
             plain = stored == gguf.GGMLQuantizationType.F32
             data = values if plain else gguf.quants.quantize(values, stored)

@@ -1,7 +1,6 @@
 """Attention of one new token over its cache, by the fastest backend that can serve the call. Only this module chooses.
 
-`decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend
-has an entry in `LATENT` or `GROUPED`.
+`decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA).
 
 FlashMLA and FlashInfer are not backends. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
 place of a mask: the first would copy the cache of transformers, the second cannot express that a prompt is padded on the left.
@@ -12,10 +11,9 @@ copies from the GPU: at every step, and outside of CUDA graphs. Neither has been
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,19 +21,6 @@ from attention.errors import Refusal
 from attention.kernels import operators, torch_decode, triton_decode
 
 Backend = Literal["auto", "triton", "torch"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A backend.
-
-    Attributes:
-        run: Decodes, with the arguments of `decode` or `decode_grouped` but for `backend`.
-        objection: Says why it cannot serve a call with one query, or returns None; with the tensors among these arguments.
-    """
-
-    run: Callable[..., torch.Tensor]
-    objection: Callable[..., str | None]
 
 
 def decode(
@@ -60,7 +45,7 @@ def decode(
         k_rope: `[B, S, P]`, rotated. With one query, both may be `Stored` `[B, 1, S, …]`, which torch alone reads.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
-        backend: A name in `LATENT`, or "auto" for the first that can serve the call.
+        backend: "triton", "torch", or "auto" for the first of them that can serve the call.
 
     Returns:
         `[B, H, T, R]`, the mean latent that each query sees; zero if it sees no token.
@@ -73,8 +58,8 @@ def decode(
     tensors = q_latent, q_rope, latent, k_rope, mask
     if q_latent.shape[2] != 1:
         _note("torch", None)
-        return LATENT["torch"].run(*tensors, scaling)
-    return _serve(LATENT, tensors, scaling, backend)
+        return torch_decode.decode(*tensors, scaling)
+    return _serve(operators.mla, triton_decode.latent_objection, torch_decode.decode, tensors, scaling, backend)
 
 
 def decode_grouped(
@@ -94,7 +79,7 @@ def decode_grouped(
         values: `[B, G, S, Dv]`.
         mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
-        backend: A name in `GROUPED`, or "auto" for the first that can serve the call, as in `decode`.
+        backend: As in `decode`.
 
     Returns:
         `[B, H, 1, Dv]`. If a query sees no token, Triton gives zero, and torch whatever its own attention gives.
@@ -104,7 +89,8 @@ def decode_grouped(
     """
     _check_mask(mask, keys.shape[2])
     check(backend)
-    return _serve(GROUPED, (query, keys, values, mask), scaling, backend)
+    tensors = query, keys, values, mask
+    return _serve(operators.gqa, triton_decode.grouped_objection, torch_decode.decode_grouped, tensors, scaling, backend)
 
 
 def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
@@ -116,27 +102,26 @@ def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
 
 
 def _serve(
-    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str
+    kernel: Callable[..., torch.Tensor],
+    objection: Callable[..., str | None],
+    in_torch: Callable[..., torch.Tensor],
+    tensors: tuple[Any, ...],
+    scaling: float,
+    backend: Backend,
 ) -> torch.Tensor:
-    def run(name: str, warned: str | None) -> torch.Tensor:
-        _note(name, warned)
-        return entries[name].run(*tensors, scaling)
-
-    first = tensors[0]
-    if backend == "auto" and first is not None and not triton_decode.on_gpu(first):
-        return run("torch", None)
+    """Run a kernel, or the same in torch. `objection` says of `tensors` why the kernel cannot serve them, or None."""
     warned = None
-    for name, entry in entries.items():
-        if backend not in ("auto", name):
-            continue
-        reason = entry.objection(*tensors)
+    if backend == "triton" or (backend == "auto" and triton_decode.on_gpu(tensors[0])):
+        reason = objection(*tensors)
         if reason is None:
-            return run(name, warned)
-        if backend == name:
-            raise Refusal(f"the {name} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
-        warned = f"decoding without the {name} backend: {reason}"
+            _note("triton", None)
+            return kernel(*tensors, scaling)
+        if backend == "triton":
+            raise Refusal(f"the triton backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
+        warned = f"decoding without the triton backend: {reason}"
         _warn(warned)
-    raise AssertionError("torch objects to nothing")
+    _note("torch", warned)
+    return in_torch(*tensors, scaling)
 
 
 def check(backend: str) -> None:
@@ -145,8 +130,8 @@ def check(backend: str) -> None:
     Raises:
         Refusal: It is not.
     """
-    if backend != "auto" and backend not in LATENT:
-        raise Refusal(f"unknown backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, LATENT))}")
+    if backend not in get_args(Backend):
+        raise Refusal(f"unknown backend {backend!r}: it must be one of {', '.join(map(repr, get_args(Backend)))}")
 
 
 _watching: list[dict[str, str | None]] = []
@@ -181,17 +166,3 @@ def _warn(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _nothing(*_: torch.Tensor | None) -> None:
-    return None
-
-
-LATENT: dict[str, Entry] = {
-    "triton": Entry(operators.mla, triton_decode.latent_objection),
-    "torch": Entry(torch_decode.decode, _nothing),
-}
-GROUPED: dict[str, Entry] = {
-    "triton": Entry(operators.gqa, triton_decode.grouped_objection),
-    "torch": Entry(torch_decode.decode_grouped, _nothing),
-}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.kernels.tiling import Tiling, choose, machine
+from attention.kernels.tiling import Tiling
 
 
 def mla_decode(
@@ -32,9 +32,6 @@ def mla_decode(
     """
     from attention.kernels import split_kv
 
-    heads, rank = q_latent.shape[1], q_latent.shape[3]
-    tiling = tiling or choose(heads, rank, q_rope.shape[3], q_rope.element_size(), machine(q_rope.device))
-    assert tiling is not None
     with torch.cuda.device_of(q_rope):
         return split_kv.decode(q_latent, q_rope, latent, k_rope, mask, scaling, tiling)
 
@@ -63,14 +60,11 @@ def gqa_decode(
     from attention.kernels import split_kv
 
     batch, groups, _, dim = keys.shape
-    shared, rank = query.shape[1] // groups, values.shape[3]
-    tiling = tiling or choose(shared, rank, dim, query.element_size(), machine(query.device))
-    assert tiling is not None
-    rows = query.reshape(batch * groups, shared, 1, dim)
+    rows = query.reshape(batch * groups, -1, 1, dim)
     values, keys = (cached.view(-1, *cached.shape[2:]) for cached in (values, keys))
     with torch.cuda.device_of(query):
         out = split_kv.decode(None, rows, values, keys, mask, scaling, tiling, groups)
-    return out.view(batch, groups * shared, 1, rank)
+    return out.view(batch, query.shape[1], 1, -1)
 
 
 # Custom operators: compiled code calls them as they are and does not trace Triton's launches.

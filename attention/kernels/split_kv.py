@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.tiling import Tiling, padded, power_of_two
+from attention.kernels.tiling import Tiling, choose, machine, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
 # The fewest mask rows per program of `_bounds`: as many rows as a warp has lanes cost as much as one row, and up to so
@@ -281,7 +281,7 @@ def decode(
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    tiling: Tiling,
+    tiling: Tiling | None = None,
     groups: int = 1,
 ) -> torch.Tensor:
     """Attention of one query per head and request over the cache, without checks.
@@ -293,7 +293,7 @@ def decode(
         k_rope: `[B · GROUPS, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
-        tiling: Sizes of the launch.
+        tiling: Sizes of the launch; None for those that `attention.kernels.tiling` chooses.
         groups: How many consecutive requests share a row of the mask.
 
     Returns:
@@ -301,6 +301,8 @@ def decode(
     """
     requests, heads, _, rope = q_rope.shape
     batch, cached, rank, device = requests // groups, latent.shape[1], latent.shape[2], q_rope.device
+    tiling = tiling or choose(heads, rank, rope, q_rope.element_size(), machine(device))
+    assert tiling is not None
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
     q_mixed = q_rope if q_latent is None else q_latent if q_latent.stride(-1) == 1 else q_latent.contiguous()
     out = torch.empty(requests, heads, 1, rank, dtype=q_rope.dtype, device=device)

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,7 +44,7 @@ def latent_objection(
         return reason
     if rank % RANK_STEP or not rank or not rope:
         return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
-    return _machine_objection(*_constants(heads, rank, rope), None, *_kinds(latent, mask))
+    return _machine_objection(on_gpu(latent), str(latent.device), *_constants(latent, mask, heads, rank, rope, None))
 
 
 def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> str | None:
@@ -55,7 +56,8 @@ def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
         return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
     if batch > 1 and groups > 1 and any(part.stride(0) != groups * part.stride(1) for part in (keys, values)):
         return "the KV heads of a sequence do not lie next to those of the one before"
-    return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
+    shape = _constants(values, mask, query.shape[1] // groups, rank, dim, groups)
+    return _machine_objection(on_gpu(values), str(values.device), *shape)
 
 
 def _objection(
@@ -84,36 +86,26 @@ def _objection(
     return None
 
 
-def _constants(*sizes: int) -> tuple[int, ...]:
-    """Sizes as constants for torch.compile, even in code compiled for any size: it has to know the length of a range."""
-    return tuple(len(range(size)) for size in sizes)
-
-
-def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, bool, str]:
-    return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
+def _constants(cached: torch.Tensor, mask: torch.Tensor | None, *sizes: int | None) -> tuple[Any, ...]:
+    """A `Shape`, as a plain tuple of constants for torch.compile, even in code compiled for any size: it has to know the length
+    of a range.
+    """
+    known = (None if size is None else len(range(size)) for size in sizes)
+    return *known, cached.dtype, None if mask is None else mask.dtype
 
 
 # Facts about this machine: compiled code need not look them up again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _machine_objection(
-    heads: int,
-    rank: int,
-    rope: int,
-    groups: int | None,
-    dtype: torch.dtype,
-    mask: torch.dtype | None,
-    cuda: bool,
-    device: str,
-) -> str | None:
+def _machine_objection(cuda: bool, device: str, *constants: Any) -> str | None:
+    shape = Shape(*constants)
     if cuda and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    tiling = choose(heads, rank, rope, dtype.itemsize, machine(torch.device(device)))
-    if tiling is None:
-        size = dtype.itemsize
+    heads, rank, rope, size = *shape[:3], shape.dtype.itemsize
+    if choose(heads, rank, rope, size, machine(torch.device(device))) is None:
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
     # No trial during the capture of a CUDA graph, where no value can be read: a capture follows an ordinary call.
     capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return None if _INTERPRETED or capturing else _mistake(Shape(heads, rank, rope, groups, dtype, mask), device)
+    return None if _INTERPRETED or capturing else _mistake(shape, device)
 
 
 @cache

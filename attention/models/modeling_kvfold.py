@@ -113,7 +113,9 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
     chosen: str = decoder.config._attn_implementation
     if attentions is None:
         attentions = [module for module in model.modules() if isinstance(module, _Attention)]
-    kinds, indices = {str(type(module)) for module in attentions}, {module.layer_idx for module in attentions}
+    # Some may have been packed, or absorbed.
+    kinds = {f"{type(module)} {type(module.config)}" for module in attentions}
+    indices = {module.layer_idx for module in attentions}
     tried = (type(model), config.model_type, chosen, *sorted(kinds))
     absent = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())  # offloaded, or sharded by DeepSpeed
     wide = "flash" in chosen and decoder.dtype.itemsize > 2  # which flash attention does not take
@@ -482,22 +484,18 @@ class KvfoldLatentAttention(_BehindHeads):
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         keys, values = self.expand_kv(latent, k_rope)
         attention_mask = self.mask_with_positions(attention_mask, nope, keys.shape[2], kwargs)
-        if "flash" in chosen:  # it takes values as wide as keys
-            values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         queries = torch.cat((nope, rope), -1)
         out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)
-        if "flash" in chosen:
-            out = out[..., : self.v_head_dim]  # [B, T, H, Dv]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
         return out if residual is None else out + residual, probabilities
 
     def attention_arguments(self) -> dict[str, Any]:
         """As for all attention, where the function caps logits or refuses a cap."""
-        if self.softcap is not None and self.config._attn_implementation == "paged|eager":
+        if self.softcap is not None and self.config._attn_implementation.endswith("paged|eager"):
             raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
         return super().attention_arguments()
 

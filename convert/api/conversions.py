@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
-from attention.kv_bytes import dtype_bytes
+from attention.spec import dtype_bytes
 from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget

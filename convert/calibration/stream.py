@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import set_module_tensor_to_device
 from transformers.cache_utils import Cache
 
-from attention.padding import pad_values
+from attention.patch import pad_values
 from attention.versions import CACHE
 from convert.checkpoint.loading import ClassTensors
 from convert.checkpoint.writer import require_finite

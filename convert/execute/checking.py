@@ -13,7 +13,7 @@ import torch
 
 from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
-from attention.padding import pad_values
+from attention.patch import pad_values
 from convert.calibration.own_text import own_text
 from convert.calibration.stream import positioned
 from convert.methods.text import Method, TextUse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from attention.kv_bytes import dtype_bytes
+from attention.spec import dtype_bytes
 from convert.healing.plan import HealPlan
 from convert.healing.team import shards
 from convert.healing.trainable import is_matrix

@@ -18,7 +18,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from attention.encoded_forward import rounding_cache
 from attention.errors import Failure
-from attention.padding import pad_values
+from attention.patch import pad_values
 from convert.healing.loss import Distillation
 from convert.healing.plan import RATIO, HealPlan
 from convert.healing.team import computes_in, place, shards

@@ -144,7 +144,12 @@ def check_config(config: Any, where: str) -> None:
     Raises:
         Refusal: A value breaks a rule, or does not fit another value.
     """
-    text = _text_config(config, where)
+    try:
+        text = config.get_text_config(decoder=True)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Refusal(f"{where} has no single text config: {one_line(error)}") from None
+    if not hasattr(text, "get_text_config"):
+        raise Refusal(f"{where} has a text config that model type {config.model_type!r} does not read", hint="take it out")
     values = _settings(text)
     _check(values, _SIZES, where, "")
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
@@ -155,16 +160,6 @@ def check_config(config: Any, where: str) -> None:
     if values.get("sliding_window") == 0 and values.get("use_sliding_window") is not False:
         _refuse(where, "sliding_window", 0, "an integer above 0, or null")
     _check_of_caches(text, values, where)
-
-
-def _text_config(config: Any, where: str) -> Any:
-    try:
-        text = config.get_text_config(decoder=True)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise Refusal(f"{where} has no single text config: {one_line(error)}") from None
-    if not hasattr(text, "get_text_config"):
-        raise Refusal(f"{where} has a text config that model type {config.model_type!r} does not read", hint="take it out")
-    return text
 
 
 def _read(text: Any, name: str) -> Any:

@@ -204,8 +204,9 @@ class GgufFile:
 
     def _differences(self, config: Any) -> Iterator[str]:
         """The keys that say something else than the config computes."""
-        architecture, own = self.keys["general.architecture"], self._own()
-        computed = _computed(config)
+        architecture, computed = self.keys["general.architecture"], _computed(config)
+        prefix = f"{architecture}."
+        own = {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
         absent = {name: value for name, value in _ABSENT.items() if _MEANS[name][0] in computed}
         for name, said in (absent | own).items():
             read = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
@@ -232,10 +233,6 @@ class GgufFile:
             processor = TENSOR_PROCESSORS.get(self.keys["general.architecture"], TensorProcessor)({})
             places = get_gguf_hf_weights_map(model, processor)
         return [name for name in self.tensors if not {name, name.removesuffix(".weight")} & places.keys()]
-
-    def _own(self) -> dict[str, Any]:
-        prefix = f"{self.keys['general.architecture']}."
-        return {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
 
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:

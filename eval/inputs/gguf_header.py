@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +37,7 @@ class _Walk:
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size, self._values = file, size, 0
+        self._file, self._size = file, size
 
     def header(self) -> None:
         if self._file.read(4) != _MAGIC:
@@ -49,49 +48,41 @@ class _Walk:
         for what, count in (("tensors", tensors), ("keys", keys)):
             if count > _MOST_ENTRIES:
                 raise Unsound(f"it has {count} {what}, more than {_MOST_ENTRIES}")
+        listed = 0
         for _ in range(keys):
-            self._skip(self._number(8))
-            self._value(self._number(4))
+            self._values(_STRING, 1)
+            kind, count = self._number(4), 1
+            if kind == _ARRAY:
+                kind, count = self._number(4), self._number(8)
+                listed += count
+            if kind == _ARRAY:
+                raise Unsound("it has a list of lists")
+            if listed > _MOST_VALUES:
+                raise Unsound(f"its lists have more than {_MOST_VALUES} values")
+            self._values(kind, count)
         for _ in range(tensors):
-            self._skip(self._number(8))
+            self._values(_STRING, 1)
             if (dimensions := self._number(4)) > _MOST_DIMENSIONS:
                 raise Unsound(f"a tensor has {dimensions} dimensions, more than {_MOST_DIMENSIONS}")
             self._skip(8 * dimensions + 4 + 8)  # its sizes, its type and its place
 
-    def _value(self, kind: int) -> None:
+    def _values(self, kind: int, count: int) -> None:
+        """So many values of a type."""
         if kind == _STRING:
-            self._skip(self._number(8))
-        elif kind == _ARRAY:
-            self._list()
-        else:
-            self._skip(self._bytes_of(kind))
-
-    def _list(self) -> None:
-        kind, count = self._number(4), self._number(8)
-        if kind == _ARRAY:
-            raise Unsound("it has a list of lists")
-        self._values += count
-        if self._values > _MOST_VALUES:
-            raise Unsound(f"its lists have more than {_MOST_VALUES} values")
-        if kind != _STRING:
-            self._skip(count * self._bytes_of(kind))
+            for _ in range(count):
+                self._skip(self._number(8))
             return
-        for _ in range(count):
-            self._skip(self._number(8))
-
-    def _bytes_of(self, kind: int) -> int:
         size = _SIZES[kind] if kind < len(_SIZES) else None
         if size is None:
             raise Unsound(f"it has a value of type {kind}, which does not exist")
-        return size
+        self._skip(count * size)
 
     def _number(self, size: int) -> int:
-        """The next unsigned integer of 4 or 8 bytes, little-endian."""
+        """The next unsigned integer of so many bytes, little-endian."""
         found = self._file.read(size)
         if len(found) < size:
             raise Unsound("its header ends too soon")
-        number: int = struct.unpack("<I" if size == 4 else "<Q", found)[0]
-        return number
+        return int.from_bytes(found, "little")
 
     def _skip(self, size: int) -> None:
         if self._file.tell() + size > self._size:

@@ -76,7 +76,7 @@ def _require_whole(source: Source, model: Any, info: Mapping[str, Any]) -> None:
         raise disagreement(f"{name} is {list(shape)}", shape, expected, model=source.reference)
     unexpected = sorted(map(str, info["unexpected_keys"]))
     if missing := sorted(map(str, info["missing_keys"])):
-        said, step = instead_of(missing[0], unexpected, source.ties)
+        said, step = instead_of(missing[0], unexpected, getattr(source.decoder, "tie_word_embeddings", False))
         said = f"{source.reference} lacks {len(missing)} of its model's weights altogether: {missing[0]}, …{said}"
         raise Failure(said, hint=step)
     if not source.quantisation:

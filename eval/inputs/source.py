@@ -117,7 +117,9 @@ class Source:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_object)
         except FileNotFoundError:
-            raise self._no_checkpoint() from None
+            names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
+            what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
+            raise Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step) from None
         except (ValueError, OSError, RecursionError) as error:
             raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
@@ -131,12 +133,6 @@ class Source:
                 hint="get a later revision, or a copy of it that was converted to a class of transformers",
             )
         return raw
-
-    def _no_checkpoint(self) -> Refusal:
-        """Why something without a config.json is no checkpoint."""
-        names = misfits.names_in(self.directory) if self.directory else self._listed(self.revision) or []
-        what, step = misfits.found_among(names) or ("", "is it a Hugging Face checkpoint?")
-        return Refusal(f"{self.reference} has no config.json{what and f': it holds {what}'}", hint=step)
 
     @property
     def model_type(self) -> str:
@@ -217,59 +213,43 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
+        from transformers import CONFIG_MAPPING, AutoConfig
+
         self.refuse_remote_code()
-        config = self._built_config()
-        config_rules.check_config(config, self._where)
-        return config
-
-    def _built_config(self) -> Any:
-        from transformers import AutoConfig
-
+        models.make_known(self.model_type)
+        own = self.raw.get("auto_map") and not models.provides(self.model_type)
+        if not own and self.model_type not in CONFIG_MAPPING:
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
+                hint="is it the config of a Hugging Face checkpoint?",
+            )
+        if not own:
+            config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if self.raw.get("auto_map") and not models.provides(self.model_type):
-                    return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
-                # By type and values, not by path: a Hub config needs no second look at the network.
-                return self._config_class()(**values)
-        except Refusal:
-            raise
+                if own:
+                    config = AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
+                else:  # by type and values, not by path: a Hub config needs no second look at the network
+                    config = CONFIG_MAPPING[self.model_type](**values)
         except KeyError as error:
             said = "".join(map(str, error.args))  # without the quotes that str() puts around it
             raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
         except Exception as error:  # transformers raises several exception types of its own
             said = f"transformers does not accept the config of {self.reference}: {one_line(error, 300)}"
             raise Refusal(said, hint="correct its config.json") from error
-
-    def _config_class(self) -> type:
-        from transformers import CONFIG_MAPPING
-
-        models.make_known(self.model_type)
-        try:
-            found: type = CONFIG_MAPPING[self.model_type]
-        except KeyError:
-            raise Refusal(
-                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
-                hint="is it the config of a Hugging Face checkpoint?",
-            ) from None
-        config_rules.check_keys(self.raw, found, self._where)
-        return found
+        config_rules.check_config(config, self._where)
+        return config
 
     @cached_property
     def dtype(self) -> str:
         """The dtype of the weights: from the config, else from its files, else float32."""
-        named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
-        return str(named).removeprefix("torch.")
-
-    def _dtype_of_weights(self) -> str | None:
-        """A float dtype that its files have. None for a Hub id."""
-        if self.directory is None:
-            return None
-        try:
-            held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
-        except KvfoldError:  # a damaged file is for those to name who read its weights
-            return None
-        return next((name for name in _FLOATS if name in held), None)
+        named = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        if not named and self.directory is not None:
+            with contextlib.suppress(KvfoldError):  # a damaged file is for those to name who read its weights
+                held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+                named = next((name for name in _FLOATS if name in held), None)
+        return str(named or "float32").removeprefix("torch.")
 
     @property
     def max_positions(self) -> int | None:
@@ -326,11 +306,6 @@ class Source:
         return self.config.get_text_config(decoder=True)
 
     @property
-    def ties(self) -> bool:
-        """Whether its head is its embedding."""
-        return bool(getattr(self.decoder, "tie_word_embeddings", False))
-
-    @property
     def vocabulary(self) -> int:
         """The number of token ids that the model knows."""
         return int(self.decoder.vocab_size)
@@ -340,7 +315,7 @@ class Source:
         """Size and modification time of each weight file, by name, which tell of a change. Raises as `Reader`."""
         return self.gguf.fingerprint if self.gguf else fingerprint(self.files)
 
-    @property
+    @cached_property
     def files(self) -> Path:
         """The directory with all files, downloaded if necessary, or dequantised from a GGUF file (`GgufFile.directory`).
 
@@ -350,11 +325,12 @@ class Source:
         """
         if self.gguf:
             return self.gguf.directory
-        return self._files
-
-    @cached_property
-    def _files(self) -> Path:
-        found = self.directory or self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
+        found = self.directory
+        if found is None:
+            listed = self._listed(self.commit)
+            unwanted = {name for name in listed or () if any(fnmatch(name, pattern) for pattern in _UNWANTED)}
+            whole = listed is None or any(fnmatch(name, _WANTED[0]) for name in {*listed} - unwanted)
+            found = self._download(_WANTED if whole else _WANTED + _PICKLES, self.commit)
         refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found
 
@@ -377,11 +353,6 @@ class Source:
             return self.directory / "config.json"
         code = ["*.py"] if self.trust_remote_code else []  # a custom config needs its class
         return self._download(["config.json", *code], self.revision) / "config.json"
-
-    def _has_safetensors(self) -> bool:
-        if (files := self._listed(self.commit)) is None:
-            return True
-        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
 
     def _listed(self, revision: str | None) -> list[str] | None:
         """The files of a Hub repository; None offline or after a network error: what is in the local cache is used."""

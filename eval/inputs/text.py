@@ -47,11 +47,6 @@ class Text:
         if not self.text.strip():
             raise Failure(f"{self.name} is empty", hint="give a text of some thousand words")
 
-    @property
-    def size(self) -> int:
-        """UTF-8 bytes."""
-        return len(self.text.encode())
-
     def all_over(self, tokens: int) -> Text:
         """A text from which about as many tokens can be taken: of a large one, whole lines from evenly spread places.
 
@@ -223,7 +218,8 @@ def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
     ids, size = encoded(text.text, tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
-    return Tokens(text.name, ids[:first], text.size, len(ids) / size, bos_before_texts(tokenizer))
+    whole = len(text.text.encode())
+    return Tokens(text.name, ids[:first], whole, len(ids) / size, bos_before_texts(tokenizer))
 
 
 def bos_before_texts(tokenizer: Any) -> int | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from attention.auto import from_config
 from attention.errors import Refusal
-from attention.kv_bytes import dtype_bytes
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9
@@ -93,7 +93,8 @@ def fit(
     """
     form, weights = cache_dtype or dtype, parameters * dtype_bytes(dtype)
     room = {name: (share * size * GIGABYTE - weights) / batch for name, size in gpus.items()}
-    longest = {name: _longest(spec, form, free) for name, free in room.items()}
+    of_tokens = partial(spec.cache_bytes, form)
+    longest = {name: max(0, bisect_right(range(_LONGEST), free, key=of_tokens) - 1) for name, free in room.items()}
     return Fit(
         kind=spec.kind,
         kv_bytes_per_token=spec.bytes_per_token(form, context),
@@ -102,10 +103,3 @@ def fit(
         longest_context=longest,
         fits={name: tokens >= context for name, tokens in longest.items()},
     )
-
-
-def _longest(spec: AttentionSpec, form: str, room: float) -> int:
-    """The most tokens of one sequence whose cache takes at most `room` bytes."""
-    if spec.windows is None:
-        return max(0, int(room // spec.bytes_per_token(form)))
-    return max(0, bisect_right(range(_LONGEST), room, key=lambda context: spec.cache_bytes(form, context)) - 1)

@@ -9,8 +9,7 @@ import torch
 
 from attention.errors import Failure
 from attention.formats import KIVI
-from attention.kv_bytes import dtype_bytes
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from attention.versions import CACHE
 from eval.machine.device import input_device
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from attention.errors import Refusal
 from attention.formats import KIVI
-from attention.kv_bytes import dtype_bytes
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens

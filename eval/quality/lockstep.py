@@ -15,7 +15,7 @@ import torch
 
 from attention.encoded_forward import read_rounded, store_encoded
 from attention.formats import KIVI
-from attention.padding import pad_values
+from attention.patch import pad_values
 from attention.spec import AttentionSpec
 from eval.inputs.loading import load
 from eval.inputs.source import Source

@@ -75,15 +75,10 @@ def _remarks(report: Report) -> list[str]:
         for model in report["models"]
         if "kv_context" in model
     ]
-    return windowed[:1] + flattered + beyond + unlike + compared + _large_losses(report)
-
-
-def _large_losses(report: Report) -> list[str]:
-    """One sentence on all models that lose much, and one on what could be done."""
-    large = [model for model in report["models"] if model["loss_nats"] >= LARGE]
-    found = "; ".join(f"{model['name']} {loss_text(model['loss_nats'])}" for model in large)
+    large = [f"{model['name']} {loss_text(model['loss_nats'])}" for model in report["models"] if model["loss_nats"] >= LARGE]
     step = "A larger cache loses less; healing (convert heal) makes up for a part."
-    return [f"Warning: large loss: {found}. {step}"] if found else []
+    lossy = [f"Warning: large loss: {'; '.join(large)}. {step}"] if large else []
+    return windowed[:1] + flattered + beyond + unlike + compared + lossy
 
 
 def _protocol(report: Report) -> str:

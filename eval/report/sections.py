@@ -60,11 +60,6 @@ def cache_format(model: Model) -> str:
     return model.get("cache_format") or ""
 
 
-def _divergence(value: float) -> str:
-    # An exact conversion has KL 0; a nearly exact one must look different.
-    return "<0.0001" if 0 < value < 5e-5 else fixed(value)
-
-
 # Columns, by their headers: a figure of a model as text.
 _Columns = dict[str, Callable[[Model], str]]
 _IDENTITY: _Columns = {
@@ -76,7 +71,8 @@ _QUALITY: _Columns = {
     "perplexity": lambda m: perplexity_text(m["perplexity"]),
     "loss (nats)": lambda m: fixed(m["loss_nats"], "+.4f"),
     "bits/byte": lambda m: f"{m['bits_per_byte']:.3f}",
-    "KL": lambda m: _divergence(m["kl_to_source"]),
+    # An exact conversion has KL 0; a nearly exact one must look different.
+    "KL": lambda m: "<0.0001" if 0 < m["kl_to_source"] < 5e-5 else fixed(m["kl_to_source"]),
     "top-1 agreement": lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %"),
     "acceptance": lambda m: f"{m['acceptance']:.1%}".replace("%", " %"),
 }

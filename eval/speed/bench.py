@@ -18,15 +18,14 @@ import torch
 from attention import absorb, kernels, pack
 from attention.errors import Failure, Refusal
 from attention.grouped import is_packed
-from attention.kv_bytes import dtype_bytes
-from attention.latent import LatentAttention
-from attention.spec import AttentionSpec
+from attention.latent import is_absorbed
+from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import compute_dtype, load, require_causal
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.clock import hardware, spread, timed
 from eval.machine.device import compute_device, free_memory, memory_for, require_device
-from eval.speed.workload import Workload, weight_bytes
+from eval.speed.workload import Workload
 from eval.terminal.progress import Progress, silent, stage
 from eval.terminal.tables import bytes_text
 
@@ -173,7 +172,7 @@ def _entry(
                 (pack if run.spec.kv_lora_rank is None else absorb)(model)
             except Refusal as refusal:
                 _log.warning("%s runs as transformers has it: %s", run.source.name, refusal)
-        absorbed = any(isinstance(module, LatentAttention) for module in model.modules())
+        absorbed = any(map(is_absorbed, model.modules()))
         rows = [_measure(run, model, case, settings, done) for case in cases]
         return {
             "name": run.source.name,
@@ -183,7 +182,7 @@ def _entry(
             "class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "dtype": run.dtype,
-            "weight_bytes": weight_bytes(model),
+            "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),  # tied ones count once
             "cases": sorted(rows, key=lambda row: (row["batch"], row["context"])),
         }
 

@@ -109,8 +109,3 @@ class Workload:
             f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
             hint="use --dtype float32 or bfloat16; if that does not help, convert again",
         )
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters; tied ones count once."""
-    return sum(parameter.nbytes for parameter in model.parameters())

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from decoding import INTERPRETER, on_gpu
+from decoding import INTERPRETER, Sizes, on_gpu
 from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,9 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import attention.kernels
-from attention import load, pack, restore
+from attention import absorb, load, pack, restore
 from attention.errors import Refusal
-from attention.grouped import NAMES, STOCK, PackedConfig, grouped_attention, is_packed
+from attention.grouped import NAME, STOCK, PackedConfig, grouped_attention, is_packed
+from attention.kernels import triton_decode
+from attention.latent import is_absorbed
 from convert.families import FAMILIES
 
 
@@ -104,28 +105,15 @@ def test_windows_shared_caches_and_prefills_in_pieces(model_type: str) -> None:
         assert error(logits(pack(model), ids, chunks=[7, 4], cache=make()), expected) < 1e-5
 
 
-class Largest(TorchDispatchMode):
-    """The most values of a tensor that any operation makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        out = function(*arguments, **(options or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
-                self.most = max(self.most, tensor.numel())
-        return out
-
-
 def test_compiled_steps_do_not_repeat_the_cache() -> None:
     sizes, cached = {"num_key_value_heads": 1, "vocab_size": 96}, 64  # whose head is no larger than what is repeated
     model = pack(grouped_model(**sizes))
     cache = StaticCache(config=model.config, max_cache_len=cached)
-    largest = Largest()
+    made: list[int] = []
 
     def watching(graph: Any, examples: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with largest:
+            with Sizes(made.append):
                 return graph.forward(*arguments)
 
         return run
@@ -137,10 +125,15 @@ def test_compiled_steps_do_not_repeat_the_cache() -> None:
         model(tokens(2, 11)[:, :10], past_key_values=cache)
         found = step(tokens(2, 11)[:, 10:], past_key_values=cache).logits
     assert error(found, expected[:, -1:]) < 1e-5
-    assert largest.most < 2 * model.config.num_attention_heads * cached * model.config.head_dim
+    assert max(made) < 2 * model.config.num_attention_heads * cached * model.config.head_dim
 
 
 # What is left to sdpa
+
+
+def sharing(count: int = 3, backend: str = "auto") -> SimpleNamespace:
+    """A module of which so many query heads share a KV head."""
+    return SimpleNamespace(num_key_value_groups=count, training=True, config=SimpleNamespace(backend=backend))
 
 
 def call(heads: int = 6, groups: int = 2, queries: int = 1, batch: int = 3) -> tuple[torch.Tensor, ...]:
@@ -170,12 +163,12 @@ CALLS: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_computes_what_sdpa_computes(name: str) -> None:
     (q, k, v), mask, options, packed = CALLS[name]
-    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=True)
+    module = sharing(q.shape[1] // k.shape[1])
     torch.manual_seed(0)
     expected, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
     torch.manual_seed(0)
     with attention.kernels.watched() as seen:
-        found, probabilities = grouped_attention(module, q, k, v, mask, backend="auto", **options)
+        found, probabilities = grouped_attention(module, q, k, v, mask, **options)
     assert probabilities is None
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-6
@@ -185,7 +178,7 @@ def test_every_call_computes_what_sdpa_computes(name: str) -> None:
 @pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}], ids=["caps", "sinks"])
 def test_what_sdpa_leaves_out_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=f"sdpa does not support `{next(iter(given))}`"):
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), *call(), None, backend="auto", **given)
+        grouped_attention(sharing(), *call(), None, **given)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +197,12 @@ def test_flash_attention_is_left_what_it_takes(
 ) -> None:
     """As on a GPU; who serves does not matter here."""
     on_gpu(monkeypatch)
-    monkeypatch.setattr(attention.kernels, "GROUPED", {"torch": attention.kernels.GROUPED["torch"]})
+    monkeypatch.setattr(triton_decode, "grouped_objection", lambda *_: "not here")
+    monkeypatch.setattr(attention.kernels, "_warn", lambda _: None)
     shapes = (3, 6, 1, dim), (3, 2, 20, dim), (3, 2, 20, width)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     with attention.kernels.watched() as seen:
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), q, k, v, MASK if masked else None, backend=backend)
+        grouped_attention(sharing(3, backend), q, k, v, MASK if masked else None)
     assert bool(seen) is packed
 
 
@@ -216,7 +210,7 @@ def test_flash_attention_is_left_what_it_takes(
 def test_a_backend_by_name_is_not_passed_over(name: str) -> None:
     tensors, mask, options, _ = CALLS[name]
     with pytest.raises(Refusal, match=r"the torch backend cannot decode here: it (does not support|takes)"):
-        grouped_attention(SimpleNamespace(num_key_value_groups=3), *tensors, mask, backend="torch", **options)
+        grouped_attention(sharing(3, "torch"), *tensors, mask, **options)
 
 
 def test_a_backend_by_name_serves_or_refuses() -> None:
@@ -230,16 +224,26 @@ def test_a_backend_by_name_serves_or_refuses() -> None:
 # What changes, and what does not
 
 
-def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
-    model = grouped_model()
+@pytest.mark.parametrize(("make", "change", "is_changed"), [(grouped_model, pack, is_packed), (mla_model, absorb, is_absorbed)])
+def test_save_pretrained_writes_the_stock_checkpoint(make: Any, change: Any, is_changed: Any, tmp_path: Path) -> None:
+    model, ids = make(), tokens(2, 20)
+    expected = logits(model, ids)
     model.save_pretrained(tmp_path / "stock")
-    pack(model).save_pretrained(tmp_path / "packed")
-    for path in (tmp_path / "stock").iterdir():
-        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
-    again = load(tmp_path / "packed", dtype=torch.float32, backend="torch")
-    assert {module.config._attn_implementation for module in again.modules() if is_packed(module)} == {NAMES["torch"]}
-    assert not any(map(is_packed, AutoModelForCausalLM.from_pretrained(tmp_path / "packed").modules()))
-    assert not any(map(is_packed, load(tmp_path / "packed", attn_implementation="eager").modules()))
+    change(model).save_pretrained(tmp_path / "changed")
+    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "changed").iterdir())
+    assert all((tmp_path / "stock" / name).read_bytes() == (tmp_path / "changed" / name).read_bytes() for name in names)
+    again = load(tmp_path / "changed", dtype=torch.float32, attn_implementation="sdpa", backend="torch")
+    assert {module.config.backend for module in again.modules() if is_changed(module)} == {"torch"}
+    assert error(logits(again.eval(), ids), expected) < 1e-5
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32)
+    assert not any(map(is_changed, stock.modules()))
+    assert error(logits(stock.eval(), ids), expected) < 1e-5
+
+
+def test_what_shares_no_heads_or_attends_otherwise_is_loaded_as_it_is(tmp_path: Path) -> None:
+    grouped_model().save_pretrained(tmp_path / "eager")
+    assert not any(map(is_packed, load(tmp_path / "eager", attn_implementation="eager").modules()))
     tiny_model(tiny_config("llama", num_key_value_heads=8)).save_pretrained(tmp_path / "mha")
     assert not any(map(is_packed, load(tmp_path / "mha").modules()))
 
@@ -249,21 +253,18 @@ def test_only_the_lookup_changes_and_comes_back() -> None:
     configs = [layer.self_attn.config for layer in model.model.layers]
     for backend in ("auto", "torch"):
         for module in (layer.self_attn for layer in pack(model, backend=backend).model.layers):
-            assert module.config._attn_implementation == NAMES[backend]
+            assert (module.config._attn_implementation, module.config.backend) == (NAME, backend)
             assert module.config.num_key_value_heads == 4
     assert model.config._attn_implementation == STOCK
     assert ALL_ATTENTION_FUNCTIONS[STOCK] is sdpa_attention_forward
     assert not any(map(is_packed, other.modules()))
-    model.model.layers[0].self_attn.config.told = 7
+    packed = model.model.layers[0].self_attn.config
+    packed.told = 7
     assert configs[0].told == 7
-    assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
-
-
-def test_what_a_packed_module_was_given_is_not_written_into_the_config() -> None:
-    model = pack(grouped_model())
-    with pytest.raises(AttributeError, match="chosen by attention"):
-        model.model.layers[0].self_attn.config.backend = "torch"
+    with pytest.raises(AttributeError, match="backend of a packed attention module is chosen by attention"):
+        packed.backend = "torch"
     assert not {"backend", "stock"} & set(model.config.to_dict())
+    assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
 
 
 def test_a_packed_model_can_be_switched_to_another_implementation() -> None:
@@ -279,8 +280,9 @@ def test_a_packed_model_can_be_switched_to_another_implementation() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_are_packed_too(copied: Any) -> None:
-    model, ids = pack(grouped_model()), tokens(2, 12)
+@pytest.mark.parametrize("make", [lambda: pack(grouped_model()), lambda: absorb(mla_model())], ids=["packed", "absorbed"])
+def test_copies_are_packed_or_absorbed_too(make: Any, copied: Any) -> None:
+    model, ids = make(), tokens(2, 12)
     twin = copied(model)
     module = twin.model.layers[1].self_attn
     assert isinstance(module.config, PackedConfig)

@@ -48,7 +48,7 @@ from triton import OutOfResources
 import attention.kernels
 from attention import absorb
 from attention.errors import Refusal
-from attention.kernels import LATENT, decode, decode_grouped, split_kv, torch_decode, triton_decode
+from attention.kernels import decode, decode_grouped, operators, split_kv, torch_decode, triton_decode
 from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose
 
@@ -239,13 +239,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the backends that served, in order; torch does the work of all."""
     names: list[str] = []
     for kind in KINDS.values():
-        for name, entry in kind.backends.items():
+        for name, module, function in zip(("torch", "triton"), (torch_decode, operators), kind.served, strict=True):
 
             def run(*arguments: Any, name: str = name, kind: Kind = kind) -> torch.Tensor:
                 names.append(name)
                 return kind.by_torch(*arguments)
 
-            monkeypatch.setitem(kind.backends, name, replace(entry, run=run))
+            monkeypatch.setattr(module, function, run)
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 
@@ -297,55 +297,40 @@ def test_triton_objects_to_heads(change: Any, said: str) -> None:
         decode_grouped(*change(*grouped(3, 6, 2, 20, 16, 16)), None, SCALE, "triton")
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("places", "on one device, and these are on {0}, {0}, {0}, {0} and meta"),
-        ("fp64", "float64"),
-        ("mixed", "float16, float32, float32, float32"),
-        ("rank", "multiple of 16 and a rotary key, not 24 \\+ 8"),
-        ("no rope", "16 \\+ 0"),
-        ("strides", "side by side \\(strides 2 and 1\\)"),
-        ("gradients", "no gradients"),
-        ("mask per head", "mask \\[2 or 1, 1, 1, S\\], not one of shape \\[2, 3, 1, 20\\]"),
-        ("whole numbers", "masks of bool, .* not int64"),
-        ("old", "compute capability 8.0"),
-        ("huge", "shared memory"),
-        ("no triton", "not installed"),
-        ("no kernel", "it fails here: OutOfResources: out of resource: shared memory, Required: 295920"),
-        ("wrong", "on a trial it was 50 % away from what torch computes"),
-        ("no number", "on a trial it was nan % away from what torch computes"),
-    ],
-)
+def drawn(rank: int, rope: int) -> Any:
+    return lambda *_: (*latents(2, 3, 20, rank, rope), None)
+
+
+# What a call becomes, with its mask; what a trial finds; or what the machine lacks.
+OBJECTIONS: list[tuple[Any, str]] = [
+    (lambda *call: (*call, torch.ones(2, 1, 1, 20, device="meta")), "on one device, and these are on .* and meta"),
+    (lambda *call: (*(part.double() for part in call), None), "float64"),
+    (lambda q, *rest: (q.half(), *rest, None), "float16, float32, float32, float32"),
+    (drawn(24, 8), r"multiple of 16 and a rotary key, not 24 \+ 8"),
+    (drawn(16, 0), r"16 \+ 0"),
+    (drawn(4096, 8), "shared memory"),
+    (lambda q, r, c, k: (q, r, c.repeat_interleave(2, 2)[..., ::2], k, None), r"side by side \(strides 2 and 1\)"),
+    (lambda q, r, c, k: (q, r, c.requires_grad_(), k, None), "no gradients"),
+    (lambda *call: (*call, torch.ones(2, 3, 1, 20, dtype=torch.bool)), r"mask \[2 or 1, 1, 1, S\], not .* \[2, 3, 1, 20\]"),
+    (lambda *call: (*call, torch.zeros(2, 1, 1, 20, dtype=torch.int64)), "masks of bool, .* not int64"),
+    ("new", "compute capability 8.0"),
+    ("triton", "not installed"),
+    (OutOfResources(295920, 232448, "shared memory"), "it fails here: OutOfResources: out of resource: .*, Required: 295920"),
+    (0.5, "on a trial it was 50 % away from what torch computes"),
+    (torch.nan, "on a trial it was nan % away from what torch computes"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OBJECTIONS, ids=[reason for _, reason in OBJECTIONS])
 def test_torch_steps_in_with_one_warning_a_reason(
-    change: str, reason: str, served: list[str], monkeypatch: pytest.MonkeyPatch
+    change: Any, reason: str, served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpu(monkeypatch, (7, 5) if change == "old" else (9, 0))
-    rank, rope = {"rank": (24, 8), "no rope": (16, 0), "huge": (4096, 8)}.get(change, (16, 8))
-    q, r, c, k = latents(2, 3, 20, rank, rope, torch.float64 if change == "fp64" else torch.float32)
-    mask = None
-    if change == "places":
-        mask, reason = torch.ones(2, 1, 1, 20, dtype=torch.bool, device="meta"), reason.format(q.device)
-    if change == "no kernel":
-        tried(monkeypatch, OutOfResources(295920, 232448, "shared memory"))
-    if change in ("wrong", "no number"):
-        tried(monkeypatch, 0.5 if change == "wrong" else torch.nan)
-    if change == "mixed":
-        q = q.half()
-    if change == "strides":
-        c = c.repeat_interleave(2, 2)[..., ::2]
-    if change == "gradients":
-        c.requires_grad_()
-    if change == "mask per head":
-        mask = torch.ones(2, 3, 1, 20, dtype=torch.bool)
-    if change == "whole numbers":
-        mask = torch.zeros(2, 1, 1, 20, dtype=torch.int64)
-    if change == "no triton":
-        monkeypatch.setattr(triton_decode, "_TRITON", False)
-    monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
-    call = (q, r, c, k)
-    entry = replace(LATENT["torch"], run=lambda *_: served.append("torch") or q)
-    monkeypatch.setitem(LATENT, "torch", entry)
+    on_gpu(monkeypatch, (7, 5) if change == "new" else (9, 0))
+    monkeypatch.setattr(triton_decode, "_TRITON", change != "triton")
+    if isinstance(change, float | Exception):
+        tried(monkeypatch, change)
+    *call, mask = (change if callable(change) else drawn(16, 8))(*latents(2, 3, 20, 16, 8))
+    monkeypatch.setattr(torch_decode, "decode", lambda *_: served.append("torch") or call[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -426,7 +411,8 @@ def test_several_queries_are_torchs_whatever_was_asked_for(served: list[str]) ->
     q, r, c, k = latents(2, 3, 9, 16, 8)
     q, r = q.expand(-1, -1, 4, -1), r.expand(-1, -1, 4, -1)
     mask = torch.ones(4, 9, dtype=torch.bool, device=DEVICE).tril(5)[None, None]
-    assert torch.equal(decode(q, r, c, k, mask, SCALE, "triton"), torch_decode.decode(q, r, c, k, mask, SCALE))
+    expected = KINDS["latent"].by_torch(q, r, c, k, mask, SCALE)
+    assert torch.equal(decode(q, r, c, k, mask, SCALE, "triton"), expected)
     assert served == ["torch"]
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import rows
+from tiny import tiny_config, tiny_model
 from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, checkpoint_activations, error, logits, mla_model, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +20,8 @@ from transformers import DynamicCache, StaticCache
 from attention import absorb, restore
 from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
-from attention.latent import LatentAttention, absorbs, dense_mask
+from attention.latent import absorbs, can_absorb, dense_mask, is_absorbed
+from attention.patch import pad_values
 
 LENGTH = 20  # 10 tokens at once, then 10 one by one
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,21 +61,6 @@ def test_logits_are_those_of_stock_in_fp64(name: str, attention: str, chunks: st
         assert error(logits(absorb(model, when=when), ids, chunks=sizes), expected) < max(1e-5, 1.5 * stock)
     # stock eager attention has its softmax in fp32 even in an fp64 model
     assert error(logits(absorb(exact, when="always"), ids, chunks=sizes), expected) < 1e-6
-
-
-@pytest.mark.parametrize(("attention", "static"), [("eager", False), ("sdpa", True)])
-def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool) -> None:
-    model = absorb(mla_model(attention=attention), when="always")
-    lengths = [30, 19, 26]
-    ids, mask = tokens(3, 30), padding(lengths)
-    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
-    batched = logits(model, ids, mask, (15, 4), cache)
-    assert batched.isfinite().all()
-    for row, length in enumerate(lengths):
-        alone = logits(model, ids[row : row + 1, -length:], chunks=(8,))
-        assert error(batched[row : row + 1, -length:], alone) < 1e-5
-    with_stock = logits(restore(model), ids, mask, (15, 4))
-    assert error(batched[mask.bool()], with_stock[mask.bool()]) < 1e-5
 
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
@@ -159,20 +146,32 @@ def test_gradients_pass_through_the_absorbed_path() -> None:
     assert max(error(found[name], expected[name]) for name in expected) < 1e-4
 
 
-def test_a_prefill_on_a_cpu_has_values_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "change"), [("deepseek_v3", absorb), ("deepseek_v3", pad_values), ("minicpm3", pad_values)]
+)
+def test_values_are_as_wide_as_keys_on_a_cpu(model_type: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has a kernel without the [B, H, T, S] probabilities for these alone."""
-    attend, widths = torch.nn.functional.scaled_dot_product_attention, []
+    attend, widths = torch.nn.functional.scaled_dot_product_attention, set()
 
     def seeing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
         return attend(q, k, v, **options)
 
-    model = mla_model()
-    expected = logits(model, tokens(2, 9), chunks=(9,))
+    model, ids, mask = mla_model(model_type), tokens(2, 24), padding([24, 19])
+
+    def computed() -> list[torch.Tensor]:
+        return [logits(model, ids, chunks=(24,)), logits(model, ids, mask, (24,))[mask.bool()]]
+
+    expected = computed()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seeing)
-    found = logits(absorb(model), tokens(2, 9), chunks=(9,))
-    assert widths == [(NOPE + ROPE,) * 3] * model.config.num_hidden_layers
-    assert error(found, expected) < 1e-5
+    assert change(model) is model
+    assert max(map(error, computed(), expected)) < 1e-5
+    assert widths == {(NOPE + ROPE,) * 3}
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model(tiny_config("llama")), lambda: mla_model(attention="eager")])
+def test_values_of_other_models_are_not_padded(make: Any) -> None:
+    assert not any(map(is_absorbed, pad_values(make()).modules()))
 
 
 def test_work_grows_with_the_cache_as_the_latent_does() -> None:
@@ -328,16 +327,6 @@ def test_scores_in_half_precision_are_not_rounded(dtype: torch.dtype) -> None:
     assert error(found, exact) < 2 * torch.finfo(dtype).eps
 
 
-def test_a_row_that_sees_nothing_is_zero_and_no_nan() -> None:
-    q, r, c, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 2), torch.randn(1, 5, 4), torch.randn(1, 5, 2)
-    seen = torch.ones(1, 1, 3, 5).bool()
-    seen[0, 0, 1] = False
-    for mask in (seen, torch.where(seen, 0.0, -torch.inf)):
-        found = decode(q, r, c, k, mask, 1.0)
-        assert not found[:, :, 1].any()
-        assert found[:, :, [0, 2]].all()
-
-
 def test_padding_of_flash_attention() -> None:
     found = dense_mask(torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), torch.empty(2, 7, RANK))
     assert found is not None
@@ -346,15 +335,10 @@ def test_padding_of_flash_attention() -> None:
         dense_mask(torch.ones(2, 8), torch.empty(2, 7, RANK))
 
 
-def test_masks_of_one_step_absorb_and_others_are_the_classs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_one_step_absorb_and_others_are_the_classs() -> None:
     """No flash or flex attention runs here: the modules get their masks directly."""
     model, x, mask = mla_model(), torch.randn(2, 9, 64), padding([9, 6])
     module, rotary = absorb(model, when="always").model.layers[0].self_attn, model.model.rotary_emb
-    expansions: list[int] = []
-
-    def expanded(self: Any, q: torch.Tensor, *_: Any) -> Any:
-        expansions.append(q.shape[2])
-        return q.new_zeros(2, q.shape[2], HEADS, VALUE), None
 
     def read(parts: list[int], *masks: Any) -> torch.Tensor:
         cache, found = DynamicCache(config=model.config), []
@@ -367,7 +351,10 @@ def test_masks_of_one_step_absorb_and_others_are_the_classs(monkeypatch: pytest.
     whole = read([9], causal)
     stepwise = read([8, 1], causal[..., :8, :8], mask)
     assert error(stepwise[mask.bool()], whole[mask.bool()]) < 1e-6
-    monkeypatch.setattr(LatentAttention, "_expanded", expanded)
     block = create_block_mask(lambda b, h, q, kv: mask[b, kv] > 0, 2, None, 1, 9, device="cpu")
-    read([8, 1], mask[:, :8], block)
-    assert expansions == [8, 1]
+    assert [can_absorb(module, *call, {}) for call in ((1, 9, mask), (8, 8, mask[:, :8]), (1, 9, block))] == [
+        True,
+        False,
+        False,
+    ]
+    assert not can_absorb(module, 1, 9, mask, {"read_index": []}), "of a paged cache"

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from tiny import tiny_config, tiny_model
-from tiny_mla import error, logits, mla_model, tokens
+from tiny_mla import logits, mla_model, tokens
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import attention
-from attention import absorb, load, restore
+from attention import absorb, restore
 from attention.errors import Failure, Refusal
-from attention.latent import LatentAttention, StockLatentAttention
+from attention.latent import is_absorbed
 
 
 def classes(model: Any) -> set[type]:
     return {type(layer.self_attn) for layer in model.model.layers}
 
 
-def is_absorbed(model: Any) -> bool:
-    return all(isinstance(layer.self_attn, LatentAttention) for layer in model.model.layers)
+def all_absorbed(model: Any) -> bool:
+    return all(is_absorbed(layer.self_attn) for layer in model.model.layers)
 
 
 def state(model: Any) -> list[dict[str, Any]]:
@@ -35,23 +32,18 @@ def state(model: Any) -> list[dict[str, Any]]:
     return [dict(vars(layer.self_attn)) for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
-def test_absorb_and_restore_change_one_model_and_only_its_classes(model_type: str) -> None:
-    model, other = mla_model(model_type), mla_model(model_type)
+def test_absorb_and_restore_change_one_model_and_nothing_of_transformers() -> None:
+    model, other = mla_model(), mla_model()
     stock, before = classes(model), state(model)
     keys, functions = list(model.state_dict()), dict(ALL_ATTENTION_FUNCTIONS)
     assert absorb(absorb(model)) is model
-    assert is_absorbed(model)
-    assert {cls.__bases__ for cls in classes(model)} == {(StockLatentAttention, *stock)}
-    assert all(issubclass(cls, next(iter(stock))) for cls in classes(model))  # transformers' own hooks find it
-    assert classes(other) == stock
+    assert all_absorbed(model)
+    assert classes(model) == stock  # transformers' own hooks find it
+    assert not all_absorbed(other)
     assert list(model.state_dict()) == keys
-    assert dict(ALL_ATTENTION_FUNCTIONS) == functions
+    assert functions.items() <= dict(ALL_ATTENTION_FUNCTIONS).items()
     assert restore(restore(model)) is model
-    assert classes(model) == stock
-    assert [{k: v for k, v in s.items() if not isinstance(v, dict)} for s in state(model)] == [
-        {k: v for k, v in s.items() if not isinstance(v, dict)} for s in before
-    ]
+    assert state(model) == before
 
 
 def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,56 +61,6 @@ def test_when_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attn_implementation("eager")
     assert count("auto") == layers
     assert count("always") == 0
-
-
-def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
-    model = mla_model()
-    model.save_pretrained(tmp_path / "stock")
-    absorb(model).save_pretrained(tmp_path / "absorbed")
-    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "absorbed").iterdir())
-    for name in names:
-        assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "absorbed" / name).read_bytes()
-    loaded = load(tmp_path / "absorbed", dtype=torch.float32, attn_implementation="sdpa", when="always")
-    assert is_absorbed(loaded)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "absorbed", dtype=torch.float32)
-    assert classes(stock) == {DeepseekV3Attention}
-    assert error(logits(loaded.eval(), tokens(2, 20)), logits(stock.eval(), tokens(2, 20))) < 1e-5
-
-
-def test_loaded_weights_are_used() -> None:
-    model, other = absorb(mla_model()), mla_model(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert error(logits(model, tokens(1, 14)), logits(other, tokens(1, 14))) < 1e-5
-
-
-@pytest.mark.parametrize("order", ["hook, absorb", "absorb, hook"])
-def test_hooks_of_accelerate_call_the_class_of_the_day(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, expansions = mla_model(num_hidden_layers=1), []
-    stock = DeepseekV3Attention.expand_kv
-    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", lambda *a: expansions.append(a) or stock(*a))
-    expected = logits(model, tokens(1, 14))
-
-    def hook() -> None:
-        for layer in model.model.layers:
-            add_hook_to_module(layer.self_attn, AlignDevicesHook("cpu"))
-
-    def count() -> int:
-        expansions.clear()
-        assert error(logits(model, tokens(1, 14)), expected) < 1e-5
-        return len(expansions) // len(model.model.layers)
-
-    for act in (hook, lambda: absorb(model)) if order == "hook, absorb" else (lambda: absorb(model), hook):
-        act()
-    assert count() == 1
-    restore(model)
-    assert count() == 5
-    absorb(model)
-    for layer in model.model.layers:
-        remove_hook_from_module(layer.self_attn)
-    assert count() == 1
-    restore(model)
-    assert count() == 5
 
 
 class Other(DeepseekV3Attention):  # type: ignore[misc]

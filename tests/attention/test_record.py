@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import blocks_of, factored, inputs, loss, record, run
+from records import blocks_of, factored, inputs, loss, record
 
 from attention.forward import attention_output
 from attention.record import FactoredAttention
-from attention.rope import Pairing, Rotary
+from attention.rope import Pairing
 
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 BIASES = ("q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias")
@@ -38,26 +38,6 @@ def test_expanded_attention_is_the_same_function(
     assert found.v.shape == (heads, value, width)
     assert found.o.shape == (width, heads, value)
     assert loss(a, found, inputs(width)) < 1e-5
-
-
-@pytest.mark.parametrize("name", BIASES)
-def test_each_bias_is_carried(name: str) -> None:
-    a, none = only(factored(), name), only(factored())
-    x = inputs(20)
-    assert (run(a, x) - run(none, x)).abs().max() > 1e-3, "it matters"
-    found = a.expanded()
-    assert loss(a, found) < 1e-5
-    whole = {"q_bias": name.startswith("q"), "k_bias": name.startswith("k"), "o_bias": name.startswith("o"), "v_bias": False}
-    assert {field: getattr(found, field) is not None for field in whole} == whole
-
-
-def test_frequencies_of_long_sequences_and_a_factor_are_carried() -> None:
-    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3], [0.5, 0.1]))
-    rotary = Rotary(short, "interleaved", 1.3, long, 10)
-    a = dataclasses.replace(factored(), rotary=rotary)
-    assert a.expanded().rotary is rotary
-    for tokens in (9, 24):
-        assert loss(a, a.expanded(), inputs(20, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

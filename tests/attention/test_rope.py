@@ -24,37 +24,6 @@ def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary
     return Rotary(10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, factor)
 
 
-def test_half_pairing_is_what_llama_does() -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    config = tiny_config("llama", head_dim=16)
-    q, k, positions = random(2, 8, 20, 16).float(), random(2, 4, 20, 16, seed=1).float(), torch.arange(20)
-    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
-    expected_q, expected_k = apply_rotary_pos_emb(q, k, cos, sin)
-    rotation = from_config(config, 16)
-    torch.testing.assert_close(rotation.rotate(q, positions), expected_q, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rotation.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
-
-
-@settings(deadline=None)
-@given(pairs=st.integers(1, 12), rest=st.integers(0, 5), seed=st.integers(0, 99))
-def test_the_pairings_agree_after_a_permutation(pairs: int, rest: int, seed: int) -> None:
-    states, positions = random(2, 5, 2 * pairs + rest, seed=seed), torch.arange(5) * 7
-    order = torch.cat((torch.arange(0, 2 * pairs, 2), torch.arange(1, 2 * pairs, 2), torch.arange(2 * pairs, 2 * pairs + rest)))
-    interleaved = rotary(pairs, "interleaved").rotate(states, positions)
-    assert torch.equal(rotary(pairs, "half").rotate(states[..., order], positions), interleaved[..., order])
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairing) -> None:
-    states, positions, rotation = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
-    rotated = rotation.rotate(states, positions)
-    assert rotation.dims == 8
-    assert torch.equal(rotated[..., 8:], states[..., 8:])
-    assert torch.equal(rotated[..., :8], rotation.rotate(states[..., :8], positions))
-    assert (rotated[..., :8] != states[..., :8]).all()
-
-
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 5000.0},
     "linear": {"factor": 4.0},
@@ -85,42 +54,11 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(kind: str) -
         assert not torch.allclose(ours.frequencies, plain.frequencies, rtol=1e-3), "scaling is seen"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "embedding", "factor"), [("phi", "PhiRotaryEmbedding", 0.5), ("glm", "GlmRotaryEmbedding", 0.25)]
-)
-def test_partial_rotary_of_a_config_is_that_of_its_class(model_type: str, embedding: str, factor: float) -> None:
-    import importlib
-
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    width = {"hidden_size": 8 * 32} if model_type == "phi" else {}
-    parameters = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": factor}
-    config = tiny_config(model_type, head_dim=32, **width, rope_parameters=parameters)
-    theirs, ours = getattr(module, embedding)(config), from_config(config, 32, partial=True)
-    assert ours.dims == 32 * factor
-    torch.testing.assert_close(ours.frequencies, theirs.inv_freq.double(), rtol=1e-6, atol=0)
-
-
-def test_layer_types_turn_at_frequencies_of_their_own() -> None:
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-
-    parameters = {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = tiny_config("gemma3_text", head_dim=16, layer_types=layer_types, rope_parameters=parameters)
-    module = Gemma3RotaryEmbedding(config)
-    for layer_type in parameters:
-        ours = from_config(config, 16, layer_type=layer_type).frequencies
-        torch.testing.assert_close(ours, getattr(module, f"{layer_type}_inv_freq").double(), rtol=1e-6, atol=0)
-
-
 def test_a_layer_type_without_an_entry_takes_the_common_one_and_the_pairing_is_the_callers() -> None:
     config = tiny_config("llama", rope_parameters={"rope_theta": 777.0, "rope_type": "linear", "factor": 2.0})
-    named = from_config(config, 8, "interleaved", layer_type="full_attention")
-    assert torch.equal(named.frequencies, from_config(config, 8).frequencies)
-    assert named.pairing == "interleaved"
-    assert from_config(tiny_config("llama"), 8, "interleaved").pairing == "interleaved"
+    found = from_config(config, 8, "interleaved", layer_type="full_attention")
+    assert torch.equal(found.frequencies, from_config(config, 8).frequencies)
+    assert found.pairing == "interleaved"
 
 
 # ---- the complex view ----------------------------------------------------------------------------------------------
@@ -180,17 +118,12 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
 # ---- longrope ------------------------------------------------------------------------------------------------------
 
 
-def longrope() -> Any:
-    return tiny_config(
-        "llama", head_dim=64, rope_parameters={"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
-    )
-
-
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    config = longrope()
+    parameters = {"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
+    config = tiny_config("llama", head_dim=64, rope_parameters=parameters)
     q, positions = random(1, 2, length, 64).float(), torch.arange(length)
     expected, _ = apply_rotary_pos_emb(q, q, *LlamaRotaryEmbedding(config)(q, positions[None]))
     ours = from_config(config, 64)

@@ -10,29 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
+from transformers import Gemma3Config, GPT2Config, LlamaConfig, MambaConfig
 
 from attention.errors import Refusal
 from attention.formats import FORMATS
-from attention.kv_bytes import dtype_bytes
 from attention.models.configuration_kvfold import KvfoldConfig
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 
 LLAMA_2_7B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128)
 LLAMA_3_8B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
-
-
-@pytest.mark.parametrize(
-    ("spec", "dtype", "expected"),
-    [
-        (LLAMA_2_7B, "bfloat16", 524_288),
-        (LLAMA_2_7B, "float16", 524_288),
-        (LLAMA_2_7B, "float32", 1_048_576),
-        (LLAMA_3_8B, "bfloat16", 131_072),
-        (LLAMA_2_7B.grouped(1), "bfloat16", 16_384),
-    ],
-)
-def test_bytes_per_token_of_known_models(spec: AttentionSpec, dtype: str, expected: int) -> None:
-    assert spec.bytes_per_token(dtype) == expected
 
 
 def test_bytes_of_dtypes() -> None:
@@ -80,33 +66,26 @@ def test_a_refused_grouping_names_values_rule_and_choices(spec: AttentionSpec, g
     assert str(caught.value) == message
 
 
+GEMMA_TEXT = {
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48,
+    "max_position_embeddings": 8192, "sliding_window": 16,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes", "expected"),
+    ("config", "expected"),
     [
-        ("llama", {"num_key_value_heads": 8}, AttentionSpec(3, 8, 8, 8)),
-        ("llama", {"num_key_value_heads": 2, "head_dim": 24}, AttentionSpec(3, 8, 2, 24)),
-        ("llama", {"num_key_value_heads": 1, "head_dim": None}, AttentionSpec(3, 8, 1, 8)),
-        ("gpt2", {"n_embd": 96, "n_layer": 5, "n_head": 6}, AttentionSpec(5, 6, 6, 16)),
-        ("gpt_neox", {"num_key_value_heads": None, "head_dim": None}, AttentionSpec(3, 8, 8, 8)),
+        (tiny_config("llama", num_key_value_heads=8), AttentionSpec(3, 8, 8, 8)),
+        (tiny_config("llama", num_key_value_heads=2, head_dim=24), AttentionSpec(3, 8, 2, 24)),
+        (tiny_config("llama", num_key_value_heads=1, head_dim=None), AttentionSpec(3, 8, 1, 8)),
+        (GPT2Config(n_embd=96, n_layer=5, n_head=6), AttentionSpec(5, 6, 6, 16)),
+        (tiny_config("gpt_neox", num_key_value_heads=None, head_dim=None), AttentionSpec(3, 8, 8, 8)),
+        (Gemma3Config(text_config=GEMMA_TEXT), AttentionSpec(4, 6, 3, 32, windows=(16,) * 4)),
     ],
-    ids=["MHA", "GQA with a head_dim of its own", "MQA without head_dim", "neither KV heads nor head_dim", "both None"],
+    ids=["MHA", "a head_dim of its own", "MQA without head_dim", "neither KV heads nor head_dim", "both None", "a text part"],
 )
-def test_sizes_are_read_from_a_config(model_type: str, changes: dict[str, Any], expected: AttentionSpec) -> None:
-    if model_type == "gpt2":
-        from transformers import GPT2Config
-
-        config: Any = GPT2Config(**changes)
-    else:
-        config = tiny_config(model_type, **changes)
+def test_sizes_are_read_from_a_config(config: Any, expected: AttentionSpec) -> None:
     assert AttentionSpec.from_config(config) == expected
-
-
-def test_a_config_with_parts_is_read_at_its_text_part() -> None:
-    from transformers import Gemma3Config
-
-    text = {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48}
-    config = Gemma3Config(text_config=text | {"max_position_embeddings": 8192, "sliding_window": 16})
-    assert AttentionSpec.from_config(config) == AttentionSpec(4, 6, 3, 32, windows=(16,) * 4)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +110,6 @@ def test_windows_are_those_of_transformers_cache(model_type: str, changes: dict[
     if model_type == "mistral":
         wrapped = KvfoldConfig(text_config=config, attention_path="model.layers.{layer}.self_attn")
         assert AttentionSpec.from_config(wrapped).windows == windows
-
-
-def test_a_config_without_a_cache_is_refused() -> None:
-    config = tiny_config("llama", layer_types=["sliding_attention"] * 3)
-    with pytest.raises(Refusal, match=r"transformers makes no KV cache for this config of type 'llama': .*sliding_window"):
-        AttentionSpec.from_config(config)
 
 
 def test_windows_bound_what_layers_hold() -> None:
@@ -166,15 +139,8 @@ def test_without_windows_bytes_per_token_do_not_depend_on_the_context(form: str)
 
 
 def test_a_latent_is_counted_by_rank_and_rotary_dims() -> None:
-    config = tiny_config(
-        "deepseek_v3",
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=96,
-        v_head_dim=128,
-        num_key_value_heads=8,
-    )
-    spec = AttentionSpec.from_config(config)
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 96, "v_head_dim": 128}
+    spec = AttentionSpec.from_config(tiny_config("deepseek_v3", num_key_value_heads=8, **latent))
     assert spec == AttentionSpec(3, 8, 8, 128, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=96)
     assert (spec.key_dim, spec.rotary_keys, spec.most_rotary_dims) == (160, 1, 64)
     assert spec.kind == "MLA-512+64"
@@ -211,28 +177,31 @@ def test_rotary_dims_that_keys_do_not_have_are_refused(rope: int) -> None:
         AttentionSpec(4, 8, 2, 16).latent(40, rope)
 
 
-def test_a_config_without_attention_heads_is_refused() -> None:
-    from transformers import MambaConfig
-
-    with pytest.raises(Refusal, match="model type 'mamba' has no single number of attention heads"):
-        AttentionSpec.from_config(MambaConfig())
+def other_heads(**changes: int) -> LlamaConfig:
+    return LlamaConfig(num_attention_heads=8, num_key_value_heads=4, per_layer_config={0: changes})
 
 
-def test_a_config_with_other_kv_heads_in_every_layer_is_refused() -> None:
-    config = SimpleNamespace(
-        model_type="openelm", hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=[4, 2]
-    )
-    config.get_text_config = lambda decoder: config
-    with pytest.raises(Refusal, match=r"'openelm' has a different number of KV heads in every layer: \[4, 2\]"):
-        AttentionSpec.from_config(config)
+OPENELM = SimpleNamespace(
+    model_type="openelm", hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=[4, 2]
+)
+OPENELM.get_text_config = lambda decoder: OPENELM
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": 4}, {"num_key_value_heads": 2}, {"num_key_value_heads": 2, "head_dim": 4}])
-def test_a_config_with_other_heads_in_one_layer_is_refused(changes: dict[str, int]) -> None:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, per_layer_config={0: changes})
-    with pytest.raises(Refusal, match=f"model type 'llama' has layers that differ in {', '.join(sorted(changes))}$"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MambaConfig(), "model type 'mamba' has no single number of attention heads"),
+        (OPENELM, r"'openelm' has a different number of KV heads in every layer: \[4, 2\]"),
+        (other_heads(head_dim=4), "model type 'llama' has layers that differ in head_dim$"),
+        (other_heads(num_key_value_heads=2, head_dim=4), "has layers that differ in head_dim, num_key_value_heads$"),
+        (
+            tiny_config("llama", layer_types=["sliding_attention"] * 3),
+            r"transformers makes no KV cache for this config of type 'llama': .*sliding_window",
+        ),
+    ],
+)
+def test_a_config_without_one_attention_or_a_cache_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(Refusal, match=message):
         AttentionSpec.from_config(config)
 
 

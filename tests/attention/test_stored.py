@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import SCALE, added, on_gpu, ragged
+from decoding import SCALE, Sizes, added, on_gpu, ragged
 
 from attention import kernels
 from attention.cache import EncodedLayer
@@ -105,20 +105,6 @@ def test_a_query_that_sees_nothing_is_zero_and_the_least_number_hides_nothing_al
         found = torch_decode.decode(*tensors, mask, SCALE)
         torch.testing.assert_close(found, expected(tensors, mask), rtol=0, atol=1e-12)
         assert bool(found[0].any()) == (mask is least)
-
-
-class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Tells how many floating values each operation makes."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        super().__init__()
-        self.tell = tell
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype in (torch.float32, torch.float64) and not made._is_view():
-            self.tell(made.numel())
-        return made
 
 
 @pytest.mark.parametrize(("form", "latent"), [("fp8", False), ("int4", True), ("mixed", True)])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
+from tiny import tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from attention import absorb, load
+from attention import absorb, latent, load
 from attention.errors import Failure
 from attention.models import modeling_kvfold
 from attention.models.configuration_kvfold import KvfoldConfig
@@ -41,52 +41,31 @@ def test_others_attend_as_transformers_chose(tmp_path: Path) -> None:
     assert load(tmp_path).config._attn_implementation == "eager"
 
 
-class MemoryConfig(LlamaConfig):  # type: ignore[misc]
-    model_type = "memory_llama"
-
-
-class MemoryLayer(LlamaDecoderLayer):  # type: ignore[misc]
-    """Hands over its cache by a name of its own."""
-
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        given = {"attention_mask": attention_mask, "position_embeddings": kwargs["position_embeddings"]}
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), memory=kwargs.get(CACHE), **given)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-class MemoryForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    config_class = MemoryConfig
-
-    def __init__(self, config: MemoryConfig) -> None:
-        super().__init__(config)
-        self.model.layers = torch.nn.ModuleList(MemoryLayer(config, layer) for layer in range(config.num_hidden_layers))
-
-
-AutoConfig.register("memory_llama", MemoryConfig)
-AutoModelForCausalLM.register(MemoryConfig, MemoryForCausalLM)
-
-
 @pytest.fixture
-def handing_over_memory(tmp_path: Path) -> Path:
-    inner = MemoryConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    config = KvfoldConfig(text_config=inner, attention_path="model.layers.{layer}.self_attn", scaling=0.3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    return tmp_path / "model"
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_kvfold, "_TRIED", set())
+
+
+def with_memory(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+    """The forward of a layer that hands over its cache by a name of its own."""
+    given = {"attention_mask": attention_mask, "position_embeddings": kwargs["position_embeddings"]}
+    attended, _ = self.self_attn(self.input_layernorm(hidden_states), memory=kwargs.get(CACHE), **given)
+    hidden_states = hidden_states + attended
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 NAMES_MEMORY = re.compile(rf"argument 'memory', which holds the cache.*transformers {re.escape(transformers.__version__)}")
 
 
-def test_a_cache_of_an_unknown_name_is_refused(handing_over_memory: Path) -> None:
+@pytest.mark.usefixtures("untried")
+def test_a_cache_of_an_unknown_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = KvfoldConfig(text_config=tiny_config("llama"), attention_path="model.layers.{layer}.self_attn")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", with_memory)
     for opened in (load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises((Failure, TypeError), match=NAMES_MEMORY):
-            opened(handing_over_memory)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(handing_over_memory)).eval()
+            opened(tmp_path)
+    model = AutoModelForCausalLM.from_config(config).eval()
     model(tokens(1, 4), use_cache=False)
     with pytest.raises(TypeError, match=NAMES_MEMORY):  # what is not loaded says so at its first step
         model.generate(tokens(1, 4), max_new_tokens=2)
@@ -99,11 +78,6 @@ def test_arguments_that_hold_nothing_are_no_matter() -> None:
     assert given.keys() == {"memory", "position_ids", "token_type_ids"}
     with pytest.raises(TypeError, match="argument 'bias', which holds a float"):
         taken_cache(module, {"bias": 1.0})
-
-
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_kvfold, "_TRIED", set())
 
 
 def absorbed_attentions(model: Any) -> list[Any]:
@@ -121,15 +95,16 @@ def test_the_trial_finds_what_decodes_otherwise(spoilt: str, dtype: torch.dtype,
     attentions, before = absorbed_attentions(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kind: Any = type(attentions[0])
     if spoilt == "no cache":
-        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: kind.attend(self, *args, **kwargs | {CACHE: None}))
+        stock = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs | {CACHE: None}))
     elif spoilt == "one token less":
         update = transformers.DynamicLayer.update
         monkeypatch.setattr(
             transformers.cache_utils.DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k[:, :, 1:], v[:, :, 1:])
         )
     elif spoilt == "another scale":
-        absorbed = kind._absorbed
-        monkeypatch.setattr(kind, "_absorbed", lambda self, q, *rest: absorbed(self, q * 1.01, *rest))
+        decode = latent.decode
+        monkeypatch.setattr(latent, "decode", lambda q_latent, *rest: decode(q_latent * 1.01, *rest))
     if spoilt == "nothing":
         require_decoding(model, attentions)
     else:

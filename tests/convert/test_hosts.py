@@ -15,7 +15,7 @@ from rows import rows
 from written import Convert, Make, edit, left_nothing, ok, refused, weights
 
 from attention import load
-from attention.latent import LatentAttention
+from attention.latent import can_absorb, is_absorbed
 from attention.models import MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
@@ -94,12 +94,12 @@ def test_attention_functions_are_told_the_cap(checkpoint: Make, convert: Convert
 def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = made(checkpoint, "mistral")
     ok(convert("mla", source, tmp_path / "out", *small(latent_of("mistral"))))
-    module = next(m for m in load(tmp_path / "out", when="always").modules() if isinstance(m, LatentAttention))
-    padding = torch.ones(1, 9)
-    assert [module._absorbs(1, cached, None) for cached in (7, 8)] == [True, False]
-    assert [module._absorbs(1, cached, padding) for cached in (7, 8)] == [True, False]
-    assert not module._absorbs(2, 7, padding), "a function decides what several queries see"
-    assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
+    module = next(filter(is_absorbed, load(tmp_path / "out", when="always").modules()))
+    padding, given = torch.ones(1, 9), module.attention_arguments()
+    assert [can_absorb(module, 1, cached, None, given) for cached in (7, 8)] == [True, False]
+    assert [can_absorb(module, 1, cached, padding, given) for cached in (7, 8)] == [True, False]
+    assert not can_absorb(module, 2, 7, padding, given), "a function decides what several queries see"
+    assert can_absorb(module, 2, 9, torch.ones(1, 1, 2, 9), given)
 
 
 def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

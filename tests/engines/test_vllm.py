@@ -16,8 +16,8 @@ import torch
 from transformers import Qwen2Tokenizer
 from written import Convert, Make, edit, ok
 
-from attention.kv_bytes import dtype_bytes
 from attention.models.vllm import LATENT_PROVEN, PROVEN
+from attention.spec import dtype_bytes
 
 pytestmark = [
     pytest.mark.engines,

@@ -31,23 +31,12 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "novel.txt"
 
 
-@pytest.fixture
-def seen() -> list[tuple[str, int, int, str]]:
-    """What a progress callback was told."""
-    return []
-
-
-def note(seen: list[tuple[str, int, int, str]]) -> Callable[[str, int, int, str], None]:
-    return lambda *told: seen.append(told)
-
-
 # ---- evaluate ------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_returned_and_nothing_is_printed(
-    pair: list[Path], text: Path, seen: list[tuple[str, int, int, str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = evaluate(pair, text=text, context=32, device="cpu", progress=note(seen))
+def test_a_report_is_returned_and_nothing_is_printed(pair: list[Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, int, int, str]] = []
+    found = evaluate(pair, text=text, context=32, device="cpu", progress=lambda *told: seen.append(told))
     settings = EvaluationSettings(contexts=(32,), device="cpu")
     assert found == report_of([Source.parse(str(path)) for path in pair], Text("novel.txt", WORDS), settings)
     assert capsys.readouterr().out == ""
@@ -118,9 +107,11 @@ SHORT: dict[str, Any] = {"context": [16], "steps": 1, "rounds": 2, "device": "cp
 
 
 def test_measurements_are_returned_and_nothing_is_printed(
-    pair: list[Path], seen: list[tuple[str, int, int, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = bench([pair[0], str(pair[1])], batch=[1, 2], **SHORT, output=tmp_path / "speed", progress=note(seen))
+    seen: list[tuple[str, int, int, str]] = []
+    options = SHORT | {"batch": [1, 2], "output": tmp_path / "speed", "progress": lambda *told: seen.append(told)}
+    found = bench([pair[0], str(pair[1])], **options)
     assert [entry["kind"] for entry in found["models"]] == ["GQA-4", "GQA-2"]
     assert [(row["batch"], row["context"]) for row in found["models"][0]["cases"]] == [(1, 16), (2, 16)]
     assert {path.name for path in (tmp_path / "speed").iterdir()} == {"bench.json"}

@@ -40,7 +40,7 @@ from tiny import tiny_config
 from written import Convert, Make, left_nothing, ok, weights
 
 from attention import load
-from attention.latent import LatentAttention
+from attention.latent import is_absorbed
 from attention.models import CODE, MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
@@ -304,7 +304,7 @@ def test_small_sizes_run_alike_in_every_way(name: str, made: Made, convert: Conv
     row = LATENTS[name]
     source, out = made(row, "small")
     plain, absorbed = stock(out), load(out, when="always")
-    assert all(isinstance(module, LatentAttention) for module in absorbed.modules() if isinstance(module, Own))
+    assert all(map(is_absorbed, (module for module in absorbed.modules() if isinstance(module, Own))))
     planned = bytes_planned(convert, "mla", source, tmp_path / "out", small(row))
     if "sliding_window" not in row.changes:  # such layers forget
         assert planned == 3 * (24 + (0 if row.model_type in NO_ROPE else 4)) * 4

@@ -18,7 +18,7 @@ from tiny import tiny_config
 from written import Convert, Make, damage, edit, left_nothing, ok, read, refused, weights
 
 from attention import load
-from attention.latent import LatentAttention
+from attention.latent import is_absorbed
 from attention.spec import AttentionSpec
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.planning.budget import layer_ranks
@@ -128,7 +128,7 @@ def test_results_run_alike_in_every_way(
     assert sum(ranks) <= 36
     assert len(set(ranks)) > 1, "this seed's layers differ"
     plain, absorbed, ids = stock(tmp_path / "out"), load(tmp_path / "out", when="always"), tokens(12)
-    assert [module.kv_lora_rank for module in absorbed.modules() if isinstance(module, LatentAttention)] == ranks
+    assert [module.kv_lora_rank for module in absorbed.modules() if is_absorbed(module)] == ranks
     same_logits(said(absorbed, ids), said(plain, ids))
     assert torch.equal(decodes_alike(plain, ids), decodes_alike(absorbed, ids))
     spec = AttentionSpec.from_config(plain.config)

@@ -141,12 +141,6 @@ def test_what_transformers_would_leave_out_is_refused(
     assert message in str(caught.value)
 
 
-def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "model.gguf", model_of("llama"), without="model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(Refusal, match="1 tensors are missing"):
-        _ = Source.parse(str(source)).files
-
-
 def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = gguf.GGUFWriter(path := tmp_path / "other.gguf", "mpt")
     writer.add_uint32("mpt.block_count", 1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from written import TENSORS, Convert, Make, edit, left_nothing, ok, weights
+from written import Convert, Make, edit, left_nothing, ok, weights
 
 from attention.errors import Failure, Refusal
 from eval.inputs.reader import Reader, TensorInfo
@@ -27,15 +27,6 @@ def sharded(path: Path, shards: dict[str, dict[str, torch.Tensor]], index: dict[
 
 def two_shards(path: Path, index: dict[str, str] | None = None) -> Path:
     return sharded(path, {"one.safetensors": {"x": torch.ones(3)}, "two.safetensors": {"y": torch.zeros(2, 2)}}, index)
-
-
-def test_reading_a_single_file(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    reader = Reader(tmp_path)
-    assert reader.infos.keys() == TENSORS.keys()
-    assert reader.infos["b.weight"].nbytes == 10
-    for name, tensor in TENSORS.items():
-        assert torch.equal(reader[name], tensor)
 
 
 def test_shards_are_read_by_what_they_hold_and_those_that_lack_or_are_cut_are_named(tmp_path: Path) -> None:

@@ -264,11 +264,14 @@ def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypat
     ]
 
 
-def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
-    report = run(pair, replace(SHORT, batches=(2, 1), contexts=(16, 8), rounds=2, steps=1, stock=True))
+def test_the_report_keeps_its_contract(pair: list[Source], checkpoint: Make) -> None:
+    grouped = Source.parse(str(checkpoint(name="grouped", num_key_value_heads=2)))
+    settings = replace(SHORT, batches=(2, 1), contexts=(16, 8), rounds=2, steps=1, stock=True)
+    report = run([*pair, grouped], settings)
     assert set(report) == {"kvfold", "setup", "models"}
     assert report["setup"] | {"rounds": 2, "steps": 1} == report["setup"]
-    runtimes = [("MHA", "transformers"), ("MLA-16+8", "absorbed"), ("MLA-16+8", "transformers")]
+    runtimes = [("MHA", "transformers")]
+    runtimes += [("MLA-16+8", "absorbed"), ("MLA-16+8", "transformers"), ("GQA-2", "packed"), ("GQA-2", "transformers")]
     assert [(entry["kind"], entry["runtime"]) for entry in report["models"]] == runtimes
     for entry in report["models"]:
         assert [(row["batch"], row["context"]) for row in entry["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
@@ -277,16 +280,10 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
                 assert seconds["min"] <= seconds["median"] <= seconds["max"]
                 assert len(seconds["rounds"]) == 2
             assert row["prefill_chunk"] == row["context"]
-            assert (row["backend"], row["backend_reason"]) == ("torch" if entry["runtime"] == "absorbed" else None, None)
+            assert (row["backend"], row["backend_reason"]) == (None if entry["runtime"] == "transformers" else "torch", None)
             assert row["peak_bytes"] is None
     source = tiny_model(tiny_config("llama", num_key_value_heads=8))
     assert report["models"][0]["weight_bytes"] == sum(parameter.nbytes for parameter in source.parameters())
-
-
-def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Make) -> None:
-    report = run([Source.parse(str(checkpoint(num_key_value_heads=2, num_hidden_layers=1)))], replace(SHORT, stock=True))
-    assert [(m["kind"], m["runtime"]) for m in report["models"]] == [("GQA-2", "packed"), ("GQA-2", "transformers")]
-    assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
 
 
 def test_what_cannot_be_packed_or_absorbed_runs_as_it_is(
