@@ -74,7 +74,7 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened
 def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_path: Path, opened: Opened) -> None:
     source = checkpoint(max_position_embeddings=4096)
     plan = plan_of(source, calibration=SimpleNamespace(skips_to=4096, texts=()))
-    found = checked(plan, checkpoint(name="same", max_position_embeddings=4096), [], CPU, tmp_path, silent, opened)
+    found = checked(plan, checkpoint(name="same", max_position_embeddings=4096), [], tmp_path, silent, opened)
     assert found is not None
     own, copies, late = found["texts"]
     assert copies["text"] == "copies 1,024 tokens later (positions skip)"
