@@ -28,11 +28,12 @@ def retrieving(rows: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tens
         limit: Positions stay below it. T for no skips.
     """
     reached, generator = torch.bincount(rows.flatten()).double().cumsum(0), torch.Generator().manual_seed(0)
-    made, length = rows.clone(), rows.shape[1]
-    spans = [int(length * (limit / length) ** (1 - number * _GOLDEN % 1)) for number in range(len(rows))]
-    positions = torch.stack([_positions(length, span, generator) for span in spans])
-    for row, places in zip(made, positions.tolist(), strict=True):
-        _fill(row, places, reached, generator)
+    made, positions, length = rows.clone(), torch.empty_like(rows), rows.shape[1]
+    for number, places in enumerate(positions):
+        span = int(length * (limit / length) ** (1 - number * _GOLDEN % 1))
+        places.copy_(_positions(length, span, generator))
+    for row, stand in zip(made, positions.tolist(), strict=True):
+        _fill(row, stand, reached, generator)
     return made, positions
 
 

@@ -16,7 +16,7 @@ from written import Convert, Make, damage, edit, left_nothing, ok, weights
 from attention.errors import Failure
 from convert.checkpoint.loading import ClassTensors, empty_model, require_loadable
 from convert.families import FAMILIES
-from convert.planning.targets import GroupedTarget
+from convert.planning.base import Plan
 from eval.inputs.reader import Reader, TensorInfo
 from eval.inputs.source import Source
 
@@ -306,8 +306,8 @@ def test_a_tied_head_may_be_stored_or_not(checkpoint: Make, convert: Convert, tm
 def test_what_was_written_is_held_against_its_class(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = GroupedTarget.config
-    monkeypatch.setattr(GroupedTarget, "config", lambda self, *given: config(self, *given) | {"intermediate_size": 48})
+    config = Plan.config
+    monkeypatch.setattr(Plan, "config", lambda self, *given: config(self, *given) | {"intermediate_size": 48})
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     left_nothing(result, 1, "config.json and the weights disagree: model.layers.0.mlp", tmp_path / "out")
 

@@ -52,9 +52,9 @@ def test_what_a_component_loses_is_what_not_turning_costs() -> None:
 def test_heads_that_copy_count_more() -> None:
     a = record(2, 1, 4, 0, 30)
     plain = Components.of(keys_of(a)).lost
-    both = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([0.2, 0.2], dtype=torch.float64))).lost
+    both = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 1 / 3], dtype=torch.float64))).lost
     torch.testing.assert_close(both, 2 * plain, rtol=1e-9, atol=0)
-    one = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([0.2, 0.0], dtype=torch.float64))).lost
+    one = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 0.0], dtype=torch.float64))).lost
     assert ((one > plain) & (one < both)).any()
 
 
