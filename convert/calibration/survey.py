@@ -247,5 +247,5 @@ def _get(shelf: Shelf, layer: int) -> Statistics:
     attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
     sample = Blocks(tensors["sample"], tuple(note.pop("cuts")), tuple(note.pop("positions")))
     moments = tensors["second_moment"], tensors["first_moment"]
-    of_heads = {name: tensors.get(name) for name in _OF_HEADS}
-    return Statistics(*moments, **note, **of_heads, attended=Attended(**attended), sample=sample)
+    queries, copying = map(tensors.get, _OF_HEADS)
+    return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=queries, copying=copying)

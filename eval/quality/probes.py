@@ -288,7 +288,7 @@ def _read(model: Any, ids: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torc
     device, cache = input_device(model), None
     nats, likeliest = list[torch.Tensor](), list[torch.Tensor]()
     for part, targets in zip(ids[:-1].split(chunk), ids[1:].split(chunk), strict=True):
-        held = {} if cache is None else {CACHE: cache}
+        held: dict[str, Any] = {} if cache is None else {CACHE: cache}
         output = model(input_ids=part[None].to(device), use_cache=True, **held)
         cache, logits = output[CACHE], finite(output.logits[0], model).float()
         nats.append(cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu())
