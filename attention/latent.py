@@ -118,7 +118,11 @@ def latent_attention(
         if values.device.type == "cpu" and chosen == STOCK and (padding or not module.training):
             values = widened(values, keys.shape[-1])
         function = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, own)
-        out, probabilities = function(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
+        absorbed, module.config = module.config, module.config.stock  # of which flash attention reads its name
+        try:
+            out, probabilities = function(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
+        finally:
+            module.config = absorbed
         return out[..., : module.v_head_dim], probabilities
     q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     returned = chosen == "eager"  # the one that returns probabilities

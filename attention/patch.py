@@ -122,7 +122,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
             "load a kvfold checkpoint by attention.load; convert others with `convert mla`, or run them as they are",
         )
     for name, module in modules.items():
-        if not is_absorbed(module):
+        if not is_absorbed(module) or module.config.when == "never":
             _check(name, module)
     for module in modules.values():
         module.config, module.expand_kv = AbsorbedConfig(_stock_config(module), backend, when=when), kept_latent

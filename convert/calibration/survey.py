@@ -18,7 +18,7 @@ from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.blocks import Blocks
-from convert.methods.statistics import EXCERPT, Attended, Statistics
+from convert.methods.statistics import EXCERPT, SURVEYED, Attended, Statistics
 from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
@@ -177,7 +177,7 @@ def _repetitions(tokens: Sequence[int]) -> list[tuple[int, int]]:
     last, found = dict[tuple[int, ...], int](), []
     for place in range(_ALIKE - 1, len(tokens)):
         key = tuple(tokens[place + 1 - _ALIKE : place + 1])
-        if key in last:
+        if key in last and place - last[key] >= _ALIKE:  # or a head that looks at its own token would seem to copy
             found.append((place, last[key] + 1))
         last[key] = place
     return found
@@ -216,7 +216,7 @@ def survey(
         begin = 0
     with stage(progress, "survey", layers - begin, "layer") as done_layers:
         for layer in range(begin, layers):
-            moments = Moments(layer, stream, records(layer), 2 * EXCERPT, shown)
+            moments = Moments(layer, stream, records(layer), SURVEYED, shown)
             if layer + 1 < layers:
                 stream.advance(layer, moments.see)
             else:

@@ -33,7 +33,6 @@ _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
 _WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
-_COPY, _LONG = 32, 8  # tokens that stand twice; times a row: what it does not show
 
 
 class Sample(NamedTuple):
@@ -60,17 +59,24 @@ class Sample(NamedTuple):
     def far(cls, rows: torch.Tensor, limit: int) -> list[Sample]:
         """What short rows `[n, T]` tell of far positions, which skip: copies at a quarter of the limit, and the last quarter.
 
-        The copies are runs of the rows' own tokens in random order.
+        What is copied are the rows' own tokens in random order. All rows lie between, since many tokens are harder to look over
+        than many positions.
         """
-        if limit < _LONG * rows.shape[1]:
-            return []  # which the rows themselves show
-        near, length, apart, late = torch.arange(rows.shape[1]), min(_COPY, rows.shape[1] // 4), limit // 4, limit * 3 // 4
-        order = torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(0))
-        runs, size = rows.flatten()[order].view_as(rows)[:, :length], rows.shape[1] - length
-        copies = torch.cat((runs, rows[:, length:size], runs), 1)
+        text = rows.flatten()
+        if limit < 2 * len(text):
+            return []  # where rows show enough
+        order = torch.randperm(len(text), generator=torch.Generator().manual_seed(0))
+        run, near, late = text[order][: len(text) // 4], torch.arange(rows.shape[1]), limit * 3 // 4
+        copies, size = torch.cat((run, text, run)), len(run) + len(text)
+        apart, places = max(limit // 4, size), torch.arange(len(copies))
         return [
-            cls(f"copies {apart:,} tokens later (positions skip)", copies, size + 1, near + (near >= size) * (apart - size)),
-            cls(f"its own text from position {late:,} on (positions skip)", rows, 1, near + (near > 0) * late),
+            cls(
+                f"copies {apart:,} tokens later (positions skip)",
+                copies[None],
+                size + 1,
+                places + (places >= size) * (apart - size),
+            ),
+            cls(f"the source's own text from position {late:,} on (positions skip)", rows, 1, near + (near > 0) * late),
         ]
 
 
@@ -122,6 +128,7 @@ def checked(
             after = _losses(model, samples, vocabulary, done, form)
     found: list[dict[str, Any]] = [
         {"text": sample.text, "tokens": sample.ids[:, sample.first - 1 :].numel(), "source_nats": one, "loss_nats": other - one}
+        | ({} if sample.first == 1 else {"copies": True})
         for sample, one, other in zip(samples, before, after, strict=True)
     ]
     _judge(found, vocabulary, plan.accepts_any_loss, _next_step(plan.target.method, plan.calibration))
@@ -175,6 +182,9 @@ def _judge(found: Sequence[dict[str, Any]], vocabulary: int, accepts_any: bool, 
             return
         worse = loss + one["source_nats"] > math.log(vocabulary) >= one["source_nats"]
         said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
+        if one.get("copies"):  # which text hardly shows
+            _log.warning("%s: it copies worse from so far; %s", said, hint)
+            continue
         said += f" ({meaning(loss)})"
         said += ", and is worse than an even guess" if worse else ""
         if (loss > _WORST or worse) and not accepts_any:

@@ -13,7 +13,7 @@ from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, Unit
 from convert.methods.latent import LatentMethod
-from convert.methods.statistics import EXCERPT
+from convert.methods.statistics import SURVEYED
 from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
 from eval.inputs.reader import Reader
@@ -29,7 +29,7 @@ def calibration_bytes(job: Job, text: CalibrationText) -> int:
     width = plan.source.decoder.hidden_size
     needed = inputs = 2 * 4 * len(text.tokens.ids) * width
     if isinstance(method, LatentMethod) or not text.calibration.in_sequence:  # the survey
-        sample = 2 * width * max(text.calibration.context, EXCERPT)
+        sample = 2 * width * max(text.calibration.context, SURVEYED)
         needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
         if plan.reads_projections:  # queries, head by head
             needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2

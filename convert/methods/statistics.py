@@ -12,6 +12,7 @@ from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
+SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
 
 
 @dataclass(frozen=True)

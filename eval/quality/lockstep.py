@@ -102,7 +102,8 @@ class Lockstep:
                 score_group(self.jobs, source, None if again else first.scores, scored, done)
             if self.probes is not None:
                 for row, model in models if again else [(first, source), *models]:
-                    row.found = self.probes.measure(model, row.source.name, self.progress, row.form in KIVI)
+                    if row.form not in KIVI:  # which rounds whole texts alone
+                        row.found = self.probes.measure(model, row.source.name, self.progress)
 
     @contextlib.contextmanager
     def _opened(self, row: Row, whole: float | None) -> Iterator[Any]:

@@ -36,7 +36,8 @@ from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, stage
 
 RUN = 64  # tokens of a copy, and of a place for a sentence
-_NEAREST, _FARTHEST = 128, 8192  # distances from what is read to its answer, each twice the one before; tokens of a sequence
+_NEAREST = 128  # tokens from what is read to its answer; each distance is twice the one before
+_LENGTH = 8192  # tokens of a sequence at most, where no --context is longer
 _TOKENS = 16384  # to read at least, in as many sequences
 _FEWEST, _TEXTS = 4, 2  # sequences in which something is asked, and of text alone
 _REPEATS = 2  # answers of each kind in a sequence, where there is room
@@ -101,6 +102,10 @@ class Found(NamedTuple):
     nats: torch.Tensor
     exact: torch.Tensor
 
+    @classmethod
+    def of(cls, nats: Sequence[float], exact: Sequence[bool]) -> Found:
+        return cls(torch.tensor(nats, dtype=torch.float64), torch.tensor(exact))
+
 
 @dataclass(frozen=True)
 class Probes:
@@ -111,12 +116,13 @@ class Probes:
     @classmethod
     def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Probes | None:
         """The probes; None if they are not wanted, or if positions or the text are too short for the least distance."""
-        limit = position_limit(sources)
-        wanted = max(_FARTHEST, *settings.contexts, 0)
-        if not settings.probes or min(limit or wanted, len(tokens.ids)) < _NEAREST + RUN + 1:
+        limits = [limit for limit in (position_limit(sources), *map(_same_frequencies, sources)) if limit]
+        wanted = max(_LENGTH, *settings.contexts, 0)
+        positions = min([wanted, *limits])
+        if not settings.probes or min(positions, len(tokens.ids)) < _NEAREST + RUN + 1:
             return None
         tokenizer = sources[0].tokenizer()
-        return cls.of(tokens.ids, min(wanted, limit or wanted), lambda text: encoded(text, tokenizer)[0], tokens.bos)
+        return cls.of(tokens.ids, positions, lambda text: encoded(text, tokenizer)[0], tokens.bos)
 
     @classmethod
     def of(cls, ids: torch.Tensor, positions: int, encode: Callable[[str], torch.Tensor], bos: int | None = None) -> Probes:
@@ -126,34 +132,40 @@ class Probes:
         """
         opening = ids.new_tensor([] if bos is None else [bos])
         length = min(positions - len(opening), len(ids))
-        count = max(_FEWEST, _TOKENS // length)
-        starts = [number * (len(ids) - length) // (count + _TEXTS) for number in range(count + _TEXTS)]
+        alone, count = min(_TEXTS, len(ids) // length), max(_FEWEST, _TOKENS // length)
+        texts = [number * (len(ids) - length) // max(1, alone - 1) for number in range(alone)]  # which do not overlap
+        starts = [*texts, *(number * (len(ids) - length) // count for number in range(count))]
         parts = [torch.cat((opening, ids[start : start + length])) for start in starts]
         random = _Random(ids, encode)
-        asking = (_with_questions(part, len(opening), random) for part in parts[_TEXTS:])
-        return cls((*map(_text, parts[:_TEXTS]), *asking))
+        asking = (_with_questions(part, len(opening), random) for part in parts[alone:])
+        return cls((*map(_text, parts[:alone]), *asking))
 
-    def measure(self, model: Any, name: str, progress: Progress, whole: bool = False) -> dict[Cell, Found]:
+    def measure(self, model: Any, name: str, progress: Progress) -> dict[Cell, Found]:
         """What a model finds.
 
         Args:
             model: It.
             name: For progress.
             progress: Called with the number of sequences that have been read.
-            whole: Whether it takes texts in one pass alone (`attention.encoded_forward.read_rounded`).
 
         Raises:
             Failure: Logits are not finite, or memory does not suffice.
         """
         found = defaultdict[Cell, list[tuple[float, bool]]](list)
-        room = memory_for("the probes", "free some, give --device cpu, or --no-probes")
+        room = memory_for("the probes", "free some, or give --device cpu; `convert eval` has --no-probes")
         with torch.inference_mode(), room, stage(progress, f"probe {name}", len(self.readings), "sequence") as done:
             for reading in self.readings:
-                nats, likeliest = _read(model, reading.ids, len(reading.ids) if whole else _CHUNK)
+                nats, likeliest = _read(model, reading.ids)
                 for cell, positions in reading.answers:
                     found[cell].append((float(nats[positions - 1].mean()), bool(likeliest[positions - 1].all())))
                 done(1)
-        return {cell: Found(*map(torch.tensor, zip(*answers, strict=True))) for cell, answers in found.items()}
+        return {cell: Found.of(*zip(*answers, strict=True)) for cell, answers in found.items()}
+
+
+def _same_frequencies(source: Source) -> int | None:
+    """The positions within which LongRoPE keeps its frequencies, where `generate` goes on with a cache; None for all."""
+    rope = getattr(source.decoder, "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
 def figures(found: dict[Cell, Found], source: dict[Cell, Found]) -> list[dict[str, Any]]:
@@ -266,9 +278,10 @@ class _Random:
         a, b, c, d = names
         pieces = [f"\nThe codes of {a}, {b}, {c} and {d} are", *(piece for code in codes for piece in (code, ","))]
         yield Question(("four codes", None), parts, *self._sentence(*pieces))
-        parts = [self._encode(f"\nVAR {a} ={codes[0]}\n")]
+        a, b, c, value = next(words), next(words), next(words), self._code()
+        parts = [self._encode(f"\nVAR {a} ={value}\n")]
         parts += [self._encode(f"\nVAR {name} = VAR {before}\n") for before, name in ((a, b), (b, c))]
-        yield Question(("variables", None), parts, *self._sentence(f"\nThe value of VAR {c} is", codes[0], ".\n"))
+        yield Question(("variables", None), parts, *self._sentence(f"\nThe value of VAR {c} is", value, ".\n"))
 
     def _code(self) -> str:
         """Five digits behind a blank."""
@@ -283,11 +296,11 @@ class _Random:
         return whole, torch.cat([torch.arange(*span) for span in zip(ends[::2], ends[1::2], strict=False)])
 
 
-def _read(model: Any, ids: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss `[T − 1]`, fp64, of each token `ids [T]` but the first, and whether it is the likeliest one."""
     device, cache = input_device(model), None
     nats, likeliest = list[torch.Tensor](), list[torch.Tensor]()
-    for part, targets in zip(ids[:-1].split(chunk), ids[1:].split(chunk), strict=True):
+    for part, targets in zip(ids[:-1].split(_CHUNK), ids[1:].split(_CHUNK), strict=True):
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
         output = model(input_ids=part[None].to(device), use_cache=True, **held)
         cache, logits = output[CACHE], finite(output.logits[0], model).float()

@@ -55,6 +55,7 @@ def to_markdown(report: Report) -> str:
 def _remarks(report: Report) -> list[str]:
     """What to know before the figures are believed, a sentence each."""
     context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
+    context = max([context, *(one["at"] or 0 for model in report.get("probes") or [] for one in model["found"])])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."

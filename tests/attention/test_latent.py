@@ -16,6 +16,9 @@ from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, checkpoint_activa
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention import absorb, restore
 from attention.errors import Refusal
@@ -61,6 +64,24 @@ def test_logits_are_those_of_stock_in_fp64(name: str, attention: str, chunks: st
         assert error(logits(absorb(model, when=when), ids, chunks=sizes), expected) < max(1e-5, 1.5 * stock)
     # stock eager attention has its softmax in fp32 even in an fp64 model
     assert error(logits(absorb(exact, when="always"), ids, chunks=sizes), expected) < 1e-6
+
+
+def test_an_attention_function_finds_the_config_that_it_knows() -> None:
+    """Flash attention reads its own name there, to import what it needs."""
+    seen = []
+
+    def spy(module: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("spy", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = mla_model()
+    model.set_attn_implementation("spy")
+    expected = logits(model, tokens(1, LENGTH))
+    seen.clear()
+    torch.testing.assert_close(logits(absorb(model), tokens(1, LENGTH)), expected)
+    assert set(seen) == {"spy"}
 
 
 def generated(model: Any, **options: Any) -> torch.Tensor:

@@ -77,18 +77,19 @@ def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_pa
     found = checked(plan, checkpoint(name="same", max_position_embeddings=4096), [], tmp_path, silent, opened)
     assert found is not None
     own, copies, late = found["texts"]
-    assert copies["text"] == "copies 1,024 tokens later (positions skip)"
-    assert late["text"] == "its own text from position 3,072 on (positions skip)"
+    assert copies["text"] == "copies 1,280 tokens later (positions skip)"
+    assert late["text"] == "the source's own text from position 3,072 on (positions skip)"
     assert [one["loss_nats"] for one in (own, copies, late)] == [0, 0, 0]
     rows = torch.arange(2 * 128).view(2, 128)
-    again, far = Sample.far(rows, 4096)
+    again, far = Sample.far(rows, 4096)  # 256 tokens of text, and 64 that stand before and after it
     assert again.positions is not None
     assert far.positions is not None
-    assert torch.equal(again.ids[:, :32], again.ids[:, 96:])
-    assert again.positions[:96].tolist() == list(range(96))
-    assert again.positions[96:].tolist() == list(range(1024, 1056))
+    assert torch.equal(again.ids[0, :64], again.ids[0, 320:])
+    assert torch.equal(again.ids[0, 64:320], rows.flatten())
+    assert again.positions[:320].tolist() == list(range(320))
+    assert again.positions[320:].tolist() == list(range(1024, 1088))
     assert far.positions.tolist() == [0, *range(3073, 3200)]
-    assert Sample.far(rows, 512) == []
+    assert Sample.far(rows, 511) == []
     from transformers import AutoModelForCausalLM
 
     ids, places = torch.randint(3, 90, (1, 64)), torch.arange(64) + 3000 * (torch.arange(64) > 30)
