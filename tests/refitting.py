@@ -63,6 +63,11 @@ def sources(before: Attention, x: torch.Tensor) -> list[Heads]:
     return [heads_of(before, block_of(block)) for block in x]
 
 
+def met(source: Heads, result: Heads, head: int) -> torch.Tensor:
+    """`[t, s]`, the attention by which fits weigh the errors of a head's logits."""
+    return ((source.attention(head) + result.attention(head)) / 2).detach()
+
+
 def changed(one: Record, other: Record) -> set[str]:
     return {f.name for f in dataclasses.fields(one) if getattr(one, f.name) is not getattr(other, f.name)}
 

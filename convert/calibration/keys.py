@@ -86,7 +86,7 @@ class _KeyFit:
         jacobian: Of what is between projected keys and logits: RoPE and perhaps a norm.
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
-        probabilities: `[G, n t, s]` of each span, the source's attention p.
+        probabilities: `[G, n t, s]` of each span, the attention p (`missing`).
         wanted: As of `Fit`, `[G, D', E]`.
     """
 

@@ -1,7 +1,8 @@
 """Least squares on calibration text: what the fits of queries, keys and values share.
 
 All take a few steps of preconditioned conjugate gradients over some spans of tokens. Queries and keys minimise
-E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t.
+E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the mean of the source's and the result's attention of token t: what
+the result attends to wrongly has next to no share of the source's.
 
 Fits of keys and values multiply large matrices in `eval.machine.device.rough`. What logits and outputs lack is computed in fp32
 before it is rounded, so that nothing lacks where a result is exact. They lose nothing by it; fits of queries do, and stay in
@@ -48,7 +49,7 @@ def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torc
     """Of each span, with the same heads of both: p `[h, t, s]`, and by each logit the descent of half the squared error."""
     probabilities, pulls = [], []
     for logits, own in zip(logits_of(source, parts), logits_of(result, parts), strict=True):
-        probabilities.append(source.probabilities(logits))
+        probabilities.append((source.probabilities(logits) + result.probabilities(own)) / 2)
         pulls.append(centred(logits.sub_(own), probabilities[-1]))
     return probabilities, pulls
 

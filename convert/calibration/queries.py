@@ -1,7 +1,7 @@
 """Queries fitted to what they meet: min E_t Var_{s ~ p_t} (q_tᵀ k_ts − q_tᵀ A φ_ts)² over a map A for each head.
 
-q_t are the source's queries, p_t its attention, k_ts its keys as they are rotated relative to t, and φ_ts what the result keeps
-of token s. W_Q (GQA), or W_UK and the rope queries (MLA), take A up. A ridge holds back the change of A.
+q_t are the source's queries, p_t the attention (`missing`), k_ts its keys, rotated relative to t, and φ_ts what the result
+keeps of token s. W_Q (GQA), or W_UK and the rope queries (MLA), take A up. A ridge holds back the change of A.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _QueryFit:
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
         jacobian: Of what is between projected queries of the fitted tokens and logits: RoPE and perhaps a norm.
         rows: Of each span of these its rows among them, and the token behind its last.
-        probabilities: `[h, t, s]` of each span, the source's attention p.
+        probabilities: `[h, t, s]` of each span, the attention p (`missing`).
         wanted: As of `Fit`, `[h, D, N + P]`.
     """
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from records import block_of, blocks_of, random, record
-from refitting import SEEN, X, changed, fit_of, latent, merged, sources
+from refitting import SEEN, X, changed, fit_of, latent, merged, met, sources
 
 from attention.forward import Heads, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -37,14 +37,15 @@ def test_keys_that_were_spoilt_are_restored(a: Attention, name: str) -> None:
     assert changed(fitted, spoilt) == {name}
 
 
-def squared_error(source: Heads, result: Heads) -> torch.Tensor:
+def squared_error(source: Heads, result: Heads, start: Heads) -> torch.Tensor:
     """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another.
 
-    A sink takes part as a token whose logit is exact: a constant that is added to all others is no constant.
+    A sink takes part as a token whose logit is exact: a constant that is added to all others is no constant. `start` is the
+    result before its change.
     """
     total = torch.zeros(())
     for head in range(len(source.plain)):
-        p, missing = source.attention(head), (result.logits(head) - source.logits(head)).tril()
+        p, missing = met(source, start, head), (result.logits(head) - source.logits(head)).tril()
         total = total + 0.5 * ((p * missing.square()).sum(-1) - (p * missing).sum(-1).square()).sum()
     return total
 
@@ -63,7 +64,8 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     moved = {"k_rope": rows[0]} if isinstance(after, FactoredAttention) else {"k": rows}
     source = heads_of(a, block_of(X[0]))
     (expected,) = torch.autograd.grad(
-        squared_error(source, heads_of(dataclasses.replace(after, **moved), block_of(X[0]))), leaf
+        squared_error(source, heads_of(dataclasses.replace(after, **moved), block_of(X[0])), heads_of(after, block_of(X[0]))),
+        leaf,
     )
     fit = fit_of(source, after, X[0], len(kept), fitted_spans(4, [X.shape[1]])[0])
     found = fit.curvature(leaf.detach()) - fit.wanted
@@ -79,7 +81,9 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     rows, gain = after.k.clone().requires_grad_(True), after.k_norm.gain.clone().requires_grad_(True)
     moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
     source = heads_of(a, block_of(x))
-    by_rows, by_gain = torch.autograd.grad(squared_error(source, heads_of(moved, block_of(x))), (rows, gain))
+    by_rows, by_gain = torch.autograd.grad(
+        squared_error(source, heads_of(moved, block_of(x)), heads_of(after, block_of(x))), (rows, gain)
+    )
     parts = fitted_spans(4, [len(x)])[0]
     for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
         found = -fit_of(source, after, x, 2, parts, kind).wanted

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from records import block_of, blocks_of, factored, loss, measured, random, record
-from refitting import X, changed, latent, merged, refitted_queries
+from refitting import X, changed, latent, merged, met, refitted_queries
 
 from attention.forward import Jacobian, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -63,7 +63,7 @@ def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(bias
     fitted = refitted_queries(source, spoilt, X)
     assert isinstance(fitted, FactoredAttention)
     assert output_error(source, spoilt, blocks_of(X)) > 1e-3
-    assert output_error(source, fitted, blocks_of(X)) < 0.05 * output_error(source, spoilt, blocks_of(X))
+    assert output_error(source, fitted, blocks_of(X)) < 0.1 * output_error(source, spoilt, blocks_of(X))
     assert fitted.up_k.shape == whole.up_k.shape
     assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
 
@@ -115,7 +115,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, monkeypatch: pytes
     total = torch.zeros((), dtype=torch.float64)
     for source, result in blocks:
         for head, maps in zip((1, 2), leaf, strict=True):
-            query, attended = source.plain[head].double(), source.attention(head).double()
+            query, attended = source.plain[head].double(), met(source, result, head).double()
             nope, rope = (part.double() for part in result.kept(head))
             missing = (source.logits(head) - result.logits(head)).double()
             for t in range(len(query)):
@@ -138,7 +138,7 @@ def test_behind_a_norm_queries_descend_the_squared_error(norm: str | None) -> No
     leaf = torch.zeros(4, a.q.shape[1], a.q.shape[1], requires_grad=True)
     source, result = heads_of(a, block_of(x)), heads_of(queries._applied(a, after, leaf), block_of(x))
     for head in range(4):
-        p = source.probabilities(source.logits(head))
+        p = met(source, result, head)
         lacking = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
@@ -155,7 +155,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
     x, head = X[0], 2
     source, result = heads_of(a, block_of(x)), heads_of(after, block_of(x))
     nope, rope = (result.scale * part.double() for part in result.kept(head))
-    split, attended = nope.shape[1], source.probabilities(source.logits(head)).double()
+    split, attended = nope.shape[1], met(source, result, head).double()
     expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)
     for t, p in enumerate(attended):
         back = result.rotation.of(slice(t, t + 1)).adjoint(rope)
