@@ -18,8 +18,8 @@ TRANSFORMERS_latest := transformers
 # What the version of transformers can change: loading, decoding, caches, masks, output classes, a healing's student, and
 # conversions of one representative of each layout.
 WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_grouped.py tests/attention/test_latent.py \
-	tests/attention/test_models.py tests/attention/test_padding.py tests/attention/test_patch.py tests/attention/test_rope.py \
-	tests/convert/calibration/test_stream.py tests/convert/checkpoint/test_loading.py tests/convert/families/test_deepseek.py \
+	tests/attention/test_models.py tests/attention/test_patch.py tests/attention/test_rope.py \
+	tests/convert/calibration/test_stream.py tests/convert/checkpoint/test_loading.py tests/convert/families/test_latent.py \
 	tests/convert/families/reading tests/convert/planning/test_held.py \
 	$(patsubst %,tests/convert/healing/test_%.py,costs loss trainable trainer) tests/convert/hosts tests/convert/test_hosts.py
 
