@@ -64,7 +64,7 @@ class Measuring(TypedDict, total=False):
 class Probing(TypedDict, total=False):
     """What else to measure, and where the report goes."""
 
-    no_probes: Annotated[bool, Option("Leave out the loss at far positions, and what is found again over growing distances.")]
+    no_probes: Annotated[bool, Option("Leave out the probes: loss by position, copying, key–value retrieval.")]
     output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier report in DIR.", consent=True)]
 

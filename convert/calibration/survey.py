@@ -150,7 +150,7 @@ class _AttendedSums:
 
 
 class _CopyingSums:
-    """How much attention heads pay, where the last tokens stood in a block before, to what followed then.
+    """Sum each head's attention to the token that followed when the last tokens stood in a block before.
 
     High in induction heads alone (Olsson et al., "In-context learning and induction heads", 2022).
     """
@@ -159,7 +159,7 @@ class _CopyingSums:
         self._sum, self._count = torch.zeros(heads, dtype=torch.float64, device=device), 0
 
     def add(self, heads: Heads, tokens: Sequence[int]) -> None:
-        """Add a block with these tokens, of whose repetitions a few are looked at."""
+        """Add some of the repetitions in a block of these tokens."""
         if not (found := _repetitions(tokens)):
             return
         chosen = [found[i] for i in evenly_spread(min(len(found), QUERIES), len(found))]

@@ -57,10 +57,10 @@ class Sample(NamedTuple):
 
     @classmethod
     def far(cls, rows: torch.Tensor, limit: int) -> list[Sample]:
-        """What short rows `[n, T]` tell of far positions, which skip: copies at a quarter of the limit, and the last quarter.
+        """Make samples of far positions from short rows `[n, T]`: copies at a quarter of the limit, and the last quarter.
 
-        What is copied are the rows' own tokens in random order. All rows lie between, since many tokens are harder to look over
-        than many positions.
+        Positions skip. The rows' own tokens in random order are copied, and all rows lie between: many tokens are harder to
+        look over than many positions.
         """
         text = rows.flatten()
         if limit < 2 * len(text):
@@ -165,10 +165,8 @@ def _losses(
     for sample in samples:
         score = Score()
         for batch in batches([Block(row, sample.first) for row in sample.ids], vocabulary):
-            skipping = (
-                {} if sample.positions is None else positioned(sample.positions.expand_as(batch.ids).to(input_device(model)))
-            )
-            add(score, batch, logits_of(model, batch, **skipping))
+            places = None if sample.positions is None else sample.positions.expand_as(batch.ids).to(input_device(model))
+            add(score, batch, logits_of(model, batch, **positioned(places)))
             done(len(batch.ids))
         losses.append(score.loss)
     return losses

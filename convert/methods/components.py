@@ -19,7 +19,7 @@ from convert.methods.distances import mass_of, waves_at
 from convert.methods.latent import RopePart, rotary_of
 from convert.methods.statistics import Statistics
 
-_COPYING = 3.0  # times what a head pays to what it copies: with 5, the real model lost 0.012 nats more, and less in far copies
+_COPYING = 3.0  # weight of `copying`: with 5, the real model lost 0.012 nats more, and less in far copies
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RopeKeys:
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
         importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
-        copying: `[H]`, the share of its attention that a head pays to what it copies; zeros without text.
+        copying: `[H]`, as of `Statistics`; zeros without text.
     """
 
     attention: Attention

@@ -100,7 +100,7 @@ class Statistics:
         inverse_energy: E_t[1 / |h_t|²] over the sample, with h the residual stream that the layer reads; None without text.
         queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
             values of a token, or its latent and its RoPE key, in all moments, and E is their number. None where queries read x.
-        copying: `[H]`, the attention that each head pays, where text repeats, to what followed before; None without text.
+        copying: `[H]`, mean attention to the token that followed when the last tokens stood before; None without text.
     """
 
     second: torch.Tensor

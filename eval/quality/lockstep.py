@@ -40,7 +40,7 @@ class Row:
         scores: One for each context.
         remarks: What to know of it, as what follows its name in a sentence.
         entry: What the report says of it before its scores: what it is, and its cache.
-        found: What it finds in the probes.
+        found: Its scores in the probes.
     """
 
     source: Source
@@ -79,7 +79,7 @@ class Lockstep:
     opening: Opening = load
 
     def measure(self, rows: Sequence[Row]) -> None:
-        """Fill in scores, caches and what is found; the source comes first.
+        """Fill in scores, caches and probes; the source comes first.
 
         Raises:
             Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.

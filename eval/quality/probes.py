@@ -55,8 +55,8 @@ class Answer(NamedTuple):
     """Tokens of a sequence that are scored together.
 
     Attributes:
-        cell: What they tell of.
-        positions: Theirs, `[n]`, without 0.
+        cell: The task and the distance.
+        positions: Positions of the tokens, `[n]`, from 1 on.
     """
 
     cell: Cell
@@ -76,13 +76,13 @@ class Reading(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is put into a text, and what asks for it later.
+    """Sentences to insert into a text, and the question that follows later.
 
     Attributes:
-        cell: What it tells of; its distance is that between the first tokens of both.
-        parts: Token ids of what is put.
-        asked: The token ids that ask, the answer among them.
-        scored: The places of the answer's tokens among these.
+        cell: The task, and the distance from the first token of the sentence to that of the question.
+        parts: Token ids of each sentence.
+        asked: Token ids of the question and its answer.
+        scored: Indices of the answer's tokens in `asked`.
     """
 
     cell: Cell
@@ -92,7 +92,7 @@ class Question(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a model makes of the answers of a cell, in order.
+    """Scores of the answers of a cell, in order.
 
     Attributes:
         nats: Mean loss of each answer's tokens, `[answers]`, fp64.
@@ -141,11 +141,11 @@ class Probes:
         return cls((*map(_text, parts[:alone]), *asking))
 
     def measure(self, model: Any, name: str, progress: Progress) -> dict[Cell, Found]:
-        """What a model finds.
+        """Score a model's answers.
 
         Args:
-            model: It.
-            name: For progress.
+            model: The loaded model.
+            name: Its name, for progress.
             progress: Called with the number of sequences that have been read.
 
         Raises:

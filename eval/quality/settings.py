@@ -15,7 +15,7 @@ class EvaluationSettings:
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
-        probes: Whether to measure the loss at all positions, and what is found again (`eval.quality.probes`).
+        probes: Whether to measure loss by position, copying and retrieval (`eval.quality.probes`).
         cache_dtypes: Formats of the cache, see `attention.formats`: each model is evaluated with each, too.
     """
 

@@ -119,9 +119,9 @@ def _probes(found: list[Model] | None) -> Iterator[Section]:
         for model, cells in zip(found, (source, *others), strict=True)
     ]
     note = (
-        "The source's nats, and those that others lose over it ± their standard error; in brackets the share of answers that "
-        f"greedy generation gives exactly. Text: at positions from 0, {distances[1]:,}, … on. Copies of random tokens, and the "
-        "values of keys: so many tokens after the first time. Four codes, variables: named anywhere before."
+        "The source: nats. Others: nats over the source ± standard error. In brackets: share of answers that greedy generation "
+        f"gives exactly. text: at positions from 0, {distances[1]:,}, … on. copy, key–value: so many tokens after the first "
+        "occurrence. four codes, variables: anywhere before."
     )
     yield Section(["probe", "model", *(f"{at:,}" for at in distances), "anywhere"], rows, 2, note)
 

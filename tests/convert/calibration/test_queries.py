@@ -60,10 +60,10 @@ def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(bias
         assert source.q_bias is not None
         bias = maps @ whole.q_rope_bias[..., None] + every @ source.q_bias[..., None]
         spoilt = dataclasses.replace(spoilt, q_rope_bias=bias[..., 0])
-    fitted = refitted_queries(source, spoilt, X)
+    fitted = refitted_queries(source, refitted_queries(source, spoilt, X), X)  # the weights of a fit follow the result
     assert isinstance(fitted, FactoredAttention)
     assert output_error(source, spoilt, blocks_of(X)) > 1e-3
-    assert output_error(source, fitted, blocks_of(X)) < 0.1 * output_error(source, spoilt, blocks_of(X))
+    assert output_error(source, fitted, blocks_of(X)) < 0.05 * output_error(source, spoilt, blocks_of(X))
     assert fitted.up_k.shape == whole.up_k.shape
     assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
 

@@ -34,7 +34,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def test_it_comes_closer_to_its_source(healed: Healing, converted: Path, logits: Logits) -> None:
     course = healed.provenance["healing"]
-    assert course["after"]["kl"] < course["before"]["kl"]
+    assert course["after"]["kl"] < 0.9 * course["before"]["kl"]
     assert [point["step"] for point in healed.curve] == [0, 2, 4, 6, 8, 10]
     assert (course["tokens"], healed.curve) == (640, course["curve"])
     # The published weights are those of the best point.
@@ -199,9 +199,9 @@ def test_shards_tied_heads_constants_and_padding_stay_as_they_are(
 
 def test_lora_comes_closer_and_keeps_constants_and_padding(results: Results, text: Path, sizes: Sizes, tmp_path: Path) -> None:
     path = results("padded")
-    done = heal(path, tmp_path / "out", text=text, train="lora", **(sizes | {"lr": 1e-3}))
+    done = heal(path, tmp_path / "out", text=text, train="lora", **(sizes | {"lr": 5e-4}))
     course = done.provenance["healing"]
-    assert course["after"]["kl"] < course["before"]["kl"]
+    assert course["after"]["kl"] < 0.9 * course["before"]["kl"]
     assert done.provenance["recipe"]["heal"]["lora_rank"] == 16
     before, after = weights(path), weights(tmp_path / "out")
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
