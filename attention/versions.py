@@ -1,10 +1,11 @@
-"""What differs between the versions of transformers that results run on."""
+"""What differs between the versions and classes of transformers that results run on."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
 from transformers import LlamaForCausalLM
 
 # The argument by which models take their cache, and the field of their outputs that has it: `past_key_values` up to 5.23.
@@ -20,3 +21,11 @@ def keep_caps(model: Any) -> Any:
     if getattr(decoder, "attn_logit_softcapping", None) is not None and decoder._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
     return model
+
+
+def logits_of(model: Any, tokens: int | torch.Tensor) -> dict[str, Any]:
+    """The argument by which a model makes logits of its last tokens, or of those at some indices, alone.
+
+    The logits of a long text can be larger than the model. Some classes make those of all tokens.
+    """
+    return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from attention.errors import Failure
 from attention.formats import KIVI
 from attention.spec import AttentionSpec, dtype_bytes
-from attention.versions import CACHE
+from attention.versions import CACHE, logits_of
 from eval.machine.device import input_device
 
 _PROMPT = 16
@@ -33,10 +32,8 @@ def measured_bytes_per_token(model: Any, dtype: str, context: int | None = None)
 def _filled(model: Any, tokens: int) -> Any:
     """The cache of so many tokens."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
-    # The logits of a long text can be larger than the model.
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True, **last).get(CACHE)
+        cache = model(input_ids=ids, use_cache=True, **logits_of(model, 1)).get(CACHE)
     if cache is None:
         raise Failure(
             f"{type(model).__name__} keeps no KV cache", hint="kvfold evaluates decoder-only models; is this an encoder?"

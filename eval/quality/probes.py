@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from attention.versions import CACHE
+from attention.versions import CACHE, logits_of
 from eval.inputs.encoding import encoded
 from eval.inputs.source import Source, position_limit
 from eval.inputs.text import Tokens
@@ -155,9 +155,11 @@ class Probes:
         room = memory_for("the probes", "free some, or give --device cpu; `convert eval` has --no-probes")
         with torch.inference_mode(), room, stage(progress, f"probe {name}", len(self.readings), "sequence") as done:
             for reading in self.readings:
-                nats, likeliest = _read(model, reading.ids)
+                scored = torch.zeros(len(reading.ids), dtype=torch.bool)
+                scored[torch.cat([answer.positions for answer in reading.answers])] = True
+                nats, likeliest = _read(model, reading.ids, scored)
                 for cell, positions in reading.answers:
-                    found[cell].append((float(nats[positions - 1].mean()), bool(likeliest[positions - 1].all())))
+                    found[cell].append((float(nats[positions].mean()), bool(likeliest[positions].all())))
                 done(1)
         return {cell: Found.of(*zip(*answers, strict=True)) for cell, answers in found.items()}
 
@@ -296,14 +298,17 @@ class _Random:
         return whole, torch.cat([torch.arange(*span) for span in zip(ends[::2], ends[1::2], strict=False)])
 
 
-def _read(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss `[T − 1]`, fp64, of each token `ids [T]` but the first, and whether it is the likeliest one."""
+def _read(model: Any, ids: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss `[T]`, fp64, of tokens `ids [T]` where they are `scored [T]`, and whether they are the likeliest ones."""
     device, cache = input_device(model), None
-    nats, likeliest = list[torch.Tensor](), list[torch.Tensor]()
-    for part, targets in zip(ids[:-1].split(_CHUNK), ids[1:].split(_CHUNK), strict=True):
+    nats, likeliest = torch.zeros(len(ids), dtype=torch.float64), torch.zeros_like(scored)
+    for part in torch.arange(len(ids) - 1).split(_CHUNK):
+        asked = part[scored[part + 1]]
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        output = model(input_ids=part[None].to(device), use_cache=True, **held)
-        cache, logits = output[CACHE], finite(output.logits[0], model).float()
-        nats.append(cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu())
-        likeliest.append(logits.argmax(-1).cpu() == targets)
-    return torch.cat(nats), torch.cat(likeliest)
+        places = (asked - part[0]).to(device)
+        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_of(model, places))
+        cache, logits, targets = output[CACHE], output.logits[0], ids[asked + 1]
+        logits = finite(logits if len(logits) == len(asked) else logits[places], model).float()
+        nats[asked + 1] = cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu()
+        likeliest[asked + 1] = logits.argmax(-1).cpu() == targets
+    return nats, likeliest

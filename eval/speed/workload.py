@@ -6,7 +6,6 @@ cache without spare room: stock attention reads all of a static cache, masked to
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
-from attention.versions import CACHE
+from attention.versions import CACHE, logits_of
 from eval.machine.device import input_device
 
 _AT_ONCE = 2**16  # tokens of a prefill pass: one of more takes more memory, and is no faster
@@ -50,9 +49,7 @@ class Workload:
                 f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
                 hint="kvfold measures models with attention in all layers",
             )
-        # The logits of a whole prompt can be larger than the model; `generate` also computes only the last ones.
-        keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last = {"logits_to_keep": 1} if keep else {}
+        self._last = logits_of(model, 1)
 
     def rewind(self, tokens: int) -> None:
         """Make the cache take the next token for number `tokens`, counted from 0; its content stays."""
