@@ -56,11 +56,10 @@ class NormalisedLatent(Family):
     layout: ClassVar[str] = "latent projections"
     has_heads: ClassVar[bool] = False
     shares_heads: bool = field(default=False, kw_only=True)
+    without_latent: str | None = field(
+        default="it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself", kw_only=True
+    )
     pairing: Pairing
-
-    @property
-    def without_latent(self) -> str:
-        return "it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself"
 
     @property
     def traits(self) -> Traits:
@@ -130,9 +129,7 @@ class NormalisedLatent(Family):
 class LatentLayout(NormalisedLatent):
     """The same tensors, with a norm that constants neutralise."""
 
-    @property
-    def without_latent(self) -> None:  # type: ignore[override]
-        return None
+    without_latent: str | None = field(default=None, kw_only=True)
 
     def of(self, config: Any) -> Family:
         """Itself for configs that kvfold writes; for all others, the family of a norm that has an effect."""

@@ -19,11 +19,11 @@ from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import Family, decoder_of
+from convert.families.heads import Projections
 from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
 from convert.families.reading.search import Search, Unexplained, Unread
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
-from convert.families.separate import SeparateProjections
 from eval.machine.capacity import without_weights
 
 
@@ -137,7 +137,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
     """The family of another type that has its projections stacked, and that the class computes the same as."""
     shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
     for row in FAMILIES.values():
-        if type(row) is SeparateProjections:
+        if isinstance(row, Projections) and not row.stacked:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
             family = replace(row.of(twin.config), model_type=config.model_type, is_row=False)
