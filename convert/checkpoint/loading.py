@@ -7,10 +7,10 @@ a prefix, and ties weights. This module applies its own conversion mapping, in t
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -150,15 +150,16 @@ class ClassTensors:
         missing = {name for name in wanted if name not in self._from}
         for taker, giver in _tied(model, missing).items():
             self._from[taker] = self._from[giver]
-        self.missing = _unless(model._keys_to_ignore_on_load_missing, [name for name in wanted if name in missing])
+        keys = SimpleNamespace(missing_keys=missing, unexpected_keys={renamed for renamed, _ in strays})
+        model._adjust_missing_and_unexpected_keys(keys)  # those that the class ignores on purpose go
+        self.missing = tuple(name for name in wanted if name in keys.missing_keys)
+        self.unexpected = tuple(name for renamed, name in strays if renamed in keys.unexpected_keys)
+        self.ignored = tuple(name for renamed, name in strays if renamed not in keys.unexpected_keys)
         self.mismatched = tuple(
             Mismatch(name, shape, wanted[name], self.sources(name))
             for name, shape in found.items()
             if name in wanted and shape != wanted[name]
         )
-        expected = set(_unless(_left_out(model), [renamed for renamed, _ in strays]))
-        self.unexpected = tuple(name for renamed, name in strays if renamed in expected)
-        self.ignored = tuple(name for renamed, name in strays if renamed not in expected)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The checkpoint tensors that a parameter is made of; empty if it is missing."""
@@ -206,7 +207,7 @@ class _Made:
     """
 
     first: str
-    parts: tuple[tuple[str, str], ...]
+    parts: list[tuple[str, str]]
     conversion: Any | None
 
     @property
@@ -235,8 +236,7 @@ def _gathered(model: Any, wanted: Mapping[str, Any], names: Iterable[str]) -> tu
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    parts: dict[str, list[tuple[str, str]]] = {}
-    conversions: dict[str, Any | None] = {}
+    made: dict[str, _Made] = {}
     strays = []
     for name in sorted(names, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
@@ -245,11 +245,10 @@ def _gathered(model: Any, wanted: Mapping[str, Any], names: Iterable[str]) -> tu
         if renamed not in wanted:
             strays.append((renamed, name))
             continue
-        conversion = conversions.setdefault(renamed, by_pattern[pattern] if pattern is not None else None)
-        taken = parts.setdefault(renamed, [])
-        if conversion is not None or not taken:  # if several are renamed to one parameter, the first counts
-            taken.append((name if pattern is None else pattern, name))
-    return [_Made(first, tuple(taken), conversions[first]) for first, taken in parts.items()], strays
+        one = made.setdefault(renamed, _Made(renamed, [], by_pattern.get(pattern)))
+        if one.conversion is not None or not one.parts:  # if several are renamed to one parameter, the first counts
+            one.parts.append((name if pattern is None else pattern, name))
+    return list(made.values()), strays
 
 
 def _tied(model: Any, missing: set[str]) -> dict[str, str]:
@@ -257,31 +256,12 @@ def _tied(model: Any, missing: set[str]) -> dict[str, str]:
 
     It follows `PreTrainedModel.tie_weights`: whichever one the checkpoint holds gives the others.
     """
-    pairs, found = list(model.all_tied_weights_keys.items()), {}
-    for i, (target, source) in enumerate(pairs):
-        if target in missing and source in missing:
-            others = (other for other, whose in pairs[i + 1 :] if whose == source and other not in missing)
-            giver, taker = next(others, None), target
-        else:
-            giver, taker = (target, source) if source in missing else (source, target)
-        if giver is not None and taker in missing:
-            found[taker] = giver
-            missing.discard(taker)
+    groups: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    found: dict[str, str] = {}
+    for group in groups.values():
+        if (giver := next((name for name in group if name not in missing), None)) is not None:
+            found |= dict.fromkeys(missing.intersection(group), giver)
+            missing.difference_update(group)
     return found
-
-
-def _left_out(model: Any) -> set[str]:
-    """The patterns of names that the class ignores in checkpoints, as in `_adjust_missing_and_unexpected_keys`."""
-    buffers = [name for name, _ in model.named_buffers()]
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return patterns
-
-
-def _unless(patterns: Iterable[str] | None, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that match none of the patterns."""
-    compiled = [re.compile(pattern) for pattern in patterns or ()]
-    return tuple(name for name in names if not any(pattern.search(name) for pattern in compiled))

@@ -262,11 +262,11 @@ def _other_unit(family: Family, layout: Family, name: str, reader: Reader, store
     sources, places = _connected(family, layout, name)
     if missing := [place.name for place in sources if place.name not in reader.infos]:
         raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {name} needs", hint=OTHER_MODEL)
-    shapes: dict[str, tuple[int, ...]] = {}
+    parts: dict[str, torch.Tensor] = {}
     for source in sources:
-        shapes |= source.shapes(reader.infos[source.name].shape)
+        parts |= source.split(torch.empty(reader.infos[source.name].shape, device="meta"))
     dtype = reader.infos[sources[0].name].dtype
-    outputs = {place.name: TensorInfo(place.shape(shapes), dtype).stored_as(stored) for place in places}
+    outputs = {place.name: TensorInfo(tuple(place.join(parts).shape), dtype).stored_as(stored) for place in places}
     return Unit(tuple(sources), outputs, tuple(places))
 
 

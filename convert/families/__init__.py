@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from convert.families import alibi, falcon, gpt2, latent, separate, stacked
+from convert.families import alibi, falcon, gpt2, latent, rows
 from convert.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        *separate.ROWS,
-        *stacked.ROWS,
-        alibi.MPT,
-        falcon.FAMILY,
-        alibi.BLOOM,
-        *gpt2.ROWS,
-        *latent.ROWS,
-    )
+    family.model_type: family for family in (*rows.ROWS, alibi.MPT, falcon.FAMILY, alibi.BLOOM, *gpt2.ROWS, *latent.ROWS)
 }
 
 # Model types that are not read on purpose, and why.

@@ -11,11 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from convert.families.base import CLIP, Traits
-from convert.families.names import NameTable, Row, in_layers
-from convert.families.projections import PARTS
-from convert.families.separate import nowhere
-from convert.families.stacked import MEGATRON, StackedProjections
-from convert.families.tables import megatron
+from convert.families.heads import Projections, nowhere
+from convert.families.names import NameTable, Row, in_layers, megatron
+from convert.families.rows import MEGATRON
 
 _MOST = 8  # the exponent of ALiBi's least slope
 # (field, the only value that MPT's class or a record knows, the reason for refusing any other)
@@ -33,7 +31,7 @@ def _falling(heads: int) -> tuple[float, ...]:
     return tuple(2.0 ** (-_MOST * (head + 1) / heads) for head in range(heads))
 
 
-class Bloom(StackedProjections):
+class Bloom(Projections):
     """Biases are everywhere."""
 
     @property
@@ -50,7 +48,7 @@ class Bloom(StackedProjections):
         return (*_falling(power), *between[: heads - power])
 
 
-class Mpt(StackedProjections):
+class Mpt(Projections):
     """`attn.Wqkv [3 H D, E]` and `attn.out_proj [E, H D]`."""
 
     @property
@@ -107,8 +105,7 @@ MPT = Mpt(
             Row("lm_head", ("head",)),
         ]
     ),
-    qkv_name="Wqkv",
-    projections=(*PARTS, "out_proj"),
+    projections=("Wqkv", "out_proj"),
     rotates=nowhere,
     shares_heads=False,
     attention_path="transformer.blocks.{layer}.attn",

@@ -17,8 +17,7 @@ from attention.record import Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
-from convert.families.names import NameTable, Place
-from convert.families.tables import LLAMA
+from convert.families.names import LLAMA, NameTable, Place
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +89,7 @@ class Family(ABC):
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
-        scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
+        without_latent: Why no latent can take the place of its attention, whatever the config; None if one can.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         is_row: Whether it is a row of the registry: results were tried in engines, and tables say the roles of all tensors. Of
@@ -111,7 +110,7 @@ class Family(ABC):
     config: Any = field(default=None, compare=False, repr=False)
     names: NameTable = LLAMA
     rope_stride: int = 1
-    scales_rope: bool = False
+    without_latent: str | None = None
     restarts_cache: bool = False
     shares_heads: bool = True
     is_row: bool = True
@@ -176,13 +175,6 @@ class Family(ABC):
             layer: The index of the layer.
         """
         return {name: tensor.dtype for name, tensor in tensors.items()}
-
-    @property
-    def without_latent(self) -> str | None:
-        """Why no latent can take the place of its attention, whatever the config; None if one can."""
-        if self.scales_rope:
-            return "its class scales RoPE by a factor that depends on the length, and keys from a latent have no such factor"
-        return None
 
     def renamed(self, stored: Collection[str]) -> dict[str, str]:
         """The names of tensors by their names in a checkpoint, where these differ: where the base model was saved alone."""

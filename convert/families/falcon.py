@@ -12,16 +12,16 @@ from typing import Any
 from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import Family, decoder_of
-from convert.families.names import in_layers
-from convert.families.stacked import MEGATRON, StackedProjections
-from convert.families.tables import megatron
+from convert.families.heads import Projections
+from convert.families.names import in_layers, megatron
+from convert.families.rows import MEGATRON
 
 _LAYERS = "transformer.h"
 _ONE_NORM = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head")
 _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm"), in_layers(_LAYERS, "ln_mlp", "mlp_norm"))
 
 
-class Falcon(StackedProjections):
+class Falcon(Projections):
     """One of its two tables of names."""
 
     def of(self, config: Any) -> Family:

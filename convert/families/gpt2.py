@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.names import in_layers
-from convert.families.projections import PARTS
-from convert.families.separate import nowhere
-from convert.families.stacked import BY_KV_HEAD, BY_PART, StackedProjections
-from convert.families.tables import GPT2
+from convert.families.heads import BY_KV_HEAD, BY_PART, Projections, nowhere
+from convert.families.names import GPT2, in_layers
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 _DIVIDES = "scale_attn_by_inverse_layer_idx"
 
 
-class _LikeGpt2(StackedProjections):
+class _LikeGpt2(Projections):
     @property
     def scale(self) -> float:
         return super().scale if self.decoder.scale_attn_weights else 1.0
@@ -71,8 +68,7 @@ class MultiQueryProjections(_LikeGpt2):
 
 
 _ALIKE: dict[str, Any] = {
-    "qkv_name": "c_attn",
-    "projections": (*PARTS, "c_proj"),
+    "projections": ("c_attn", "c_proj"),
     "qkv_bias": True,
     "o_bias": True,
     "rotates": nowhere,

@@ -56,11 +56,10 @@ class NormalisedLatent(Family):
     layout: ClassVar[str] = "latent projections"
     has_heads: ClassVar[bool] = False
     shares_heads: bool = field(default=False, kw_only=True)
+    without_latent: str | None = field(
+        default="it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself", kw_only=True
+    )
     pairing: Pairing
-
-    @property
-    def without_latent(self) -> str:
-        return "it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself"
 
     @property
     def traits(self) -> Traits:
@@ -130,28 +129,23 @@ class NormalisedLatent(Family):
 class LatentLayout(NormalisedLatent):
     """The same tensors, with a norm that constants neutralise."""
 
-    @property
-    def without_latent(self) -> None:  # type: ignore[override]
-        return None
+    without_latent: str | None = field(default=None, kw_only=True)
 
     def of(self, config: Any) -> Family:
         """Itself for configs that kvfold writes; for all others, the family of a norm that has an effect."""
         decoder = decoder_of(config)
-        layers = decoder.num_hidden_layers
+        layers, depth = decoder.num_hidden_layers, math.sqrt(decoder.num_hidden_layers)
         dense = (getattr(decoder, "first_k_dense_replace", layers) or 0) >= layers
         written = dense and decoder.attention_bias and getattr(decoder, "rope_interleave", True)
-        written = written and getattr(decoder, "scale_depth", math.sqrt(layers)) == math.sqrt(layers)
+        unscaled = getattr(decoder, "scale_depth", depth) == depth  # the class scales what layers add by scale_depth / depth
         queries = decoder.q_lora_rank in (None, query_rank(decoder.hidden_size))
-        scaled = (decoder.rope_parameters or {}).get("mscale_all_dim")
-        if written and queries and not scaled:
+        if written and unscaled and queries and not (decoder.rope_parameters or {}).get("mscale_all_dim"):
             return super().of(config)
         return NormalisedLatent(self.model_type, self.pairing).of(config)
 
     @property
     def traits(self) -> Traits:
-        depth = math.sqrt(self.decoder.num_hidden_layers)  # the class scales what layers add by scale_depth / depth
-        adds_output = getattr(self.decoder, "scale_depth", depth) == depth
-        return replace(super().traits, qkv_bias=self.decoder.q_lora_rank is not None, o_bias=True, adds_output=adds_output)
+        return replace(super().traits, qkv_bias=self.decoder.q_lora_rank is not None)
 
     def latent_dims(self, rope_dim: int) -> int:
         rank = self.decoder.kv_lora_rank

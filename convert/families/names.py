@@ -2,7 +2,7 @@
 
 A role says what a tensor does, whatever the checkpoint calls it, so that an output class with other names only needs a table.
 A checkpoint has two kinds of tensors: those of the attentions, which the family's `shapes`, `split` and
-`join` know, and all others, which are in the table.
+`join` know, and all others, which are in the table. Tables that several families share come last.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attention.errors import Failure
@@ -17,36 +18,13 @@ from attention.errors import Failure
 if TYPE_CHECKING:
     import torch
 
-# Every role, without the last part of a tensor's name ("weight", "bias", …), and its meaning.
-ROLES = {
-    "embedding": "one row per token",
-    "positions": "one learned row per position",
-    "padding_positions": "rows of the same table before those, which only padding reads",
-    "embedding_projection": "from the width of embeddings to the model's, where they differ",
-    "embedding_norm": "what normalises the embedded tokens",
-    "layers.{layer}.attention_norm": "what normalises the attention's input (of parallel blocks, the MLP's too)",
-    "layers.{layer}.attention_output_norm": "what normalises the attention's output",
-    "layers.{layer}.mlp_norm": "what normalises the MLP's input",
-    "layers.{layer}.mlp_output_norm": "what normalises the MLP's output",
-    "layers.{layer}.mlp.gate": "the projection that the activation function is applied to, of a gated MLP",
-    "layers.{layer}.mlp.up": "the other one; without a gate, the only one",
-    "layers.{layer}.mlp.down": "the projection back to the model's width",
-    "layers.{layer}.mlp.activation": "parameters of the activation function",
-    "layers.{layer}.mlp.router": "what chooses experts",
-    "layers.{layer}.mlp.experts.{expert}.gate": "as in an MLP, of one expert",
-    "layers.{layer}.mlp.experts.{expert}.up": "as in an MLP, of one expert",
-    "layers.{layer}.mlp.experts.{expert}.down": "as in an MLP, of one expert",
-    "layers.{layer}.mlp.experts.gate": "of all experts, stacked in the first dimension",
-    "layers.{layer}.mlp.experts.up": "of all experts, stacked in the first dimension",
-    "layers.{layer}.mlp.experts.down": "of all experts, stacked in the first dimension",
-    "layers.{layer}.mlp.shared.gate": "as in an MLP, of the expert that sees every token",
-    "layers.{layer}.mlp.shared.up": "as in an MLP, of the expert that sees every token",
-    "layers.{layer}.mlp.shared.down": "as in an MLP, of the expert that sees every token",
-    "layers.{layer}.mlp.shared_router": "what weighs the expert that sees every token",
-    "final_norm": "what normalises the last layer's output",
-    "head_projection": "from the model's width to that of embeddings, where they differ",
-    "head": "the projection to the vocabulary",
-}
+# The roles, without the last part of a tensor's name: embedding, positions (padding_positions: rows of that table before those,
+# which only padding reads), embedding_norm, embedding_projection and head_projection (where embeddings are not as wide as the
+# model), final_norm, head. Those of a layer begin with "layers.{layer}.": attention_norm and mlp_norm (of inputs; of parallel
+# blocks, the first is the MLP's, too), attention_output_norm, mlp_output_norm, mlp.gate (what the activation function is
+# applied to), mlp.up, mlp.down, mlp.activation, mlp.router; of an expert mlp.experts.{expert}.gate and so on, without the
+# number if they are stacked in the first dimension; of the expert that sees every token mlp.shared.gate and so on, and
+# mlp.shared_router.
 
 
 @dataclass(frozen=True)
@@ -56,7 +34,7 @@ class Row:
     Attributes:
         name: The path, with `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is
             the path plus a last part ("weight", "bias" or another one of the class), which its roles keep.
-        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
+        roles: What it holds: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
             parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
         transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
         leading: How many rows the first of two roles has, if not half of them.
@@ -116,18 +94,6 @@ class Place(Row):
             rows_first = torch.cat(found, self._rows)
         return self._turned(rows_first, f"{self.roles[0]} is {list(rows_first.shape)}")
 
-    def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parts of a tensor of shape `stored`, by role. Raises `Failure` as `split` does."""
-        import torch
-
-        return {role: tuple(part.shape) for role, part in self.split(torch.empty(stored, device="meta")).items()}
-
-    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The stored shape, from the shapes of the parts by role. Raises `Failure` as `join` does."""
-        import torch
-
-        return tuple(self.join({role: torch.empty(parts[role], device="meta") for role in self.roles}).shape)
-
     def _sizes(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """How many rows each role has of those that tensors have together; None if they do not divide so."""
         if any(tensor.ndim < -self._rows for tensor in tensors):
@@ -163,7 +129,7 @@ class NameTable:
     """The names and roles of one layout, looked up in both directions.
 
     Args:
-        rows: In any order. No path and no role occurs twice, and the roles, of `ROLES`, have the numbers of their paths.
+        rows: In any order. No path and no role occurs twice, and roles have the numbers of their paths.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -208,3 +174,92 @@ def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place |
 def _plus(tensor: torch.Tensor, offset: float) -> torch.Tensor:
     """The sum in fp64, so that what is stored of it is rounded once; the tensor itself if there is nothing to add."""
     return tensor.double() + offset if offset else tensor
+
+
+# ---- tables that several families share, or that differ from a shared one ------------------------------------------------
+
+
+def megatron(layers: str, embedding: str, final_norm: str, head: str) -> NameTable:
+    """The table of classes that keep Megatron's names, with the modules around `layers` named as given."""
+    return NameTable(
+        [
+            Row(embedding, ("embedding",)),
+            in_layers(layers, "input_layernorm", "attention_norm"),
+            in_layers(layers, "post_attention_layernorm", "mlp_norm"),  # none where both run in parallel
+            in_layers(layers, "mlp.dense_h_to_4h", "mlp.up"),
+            in_layers(layers, "mlp.dense_4h_to_h", "mlp.down"),
+            Row(final_norm, ("final_norm",)),
+            Row(head, ("head",)),
+        ]
+    )
+
+
+def like_opt(decoder: str, final_norm: str, head: str = "lm_head", learned: bool = True) -> NameTable:
+    """The table of OPT and its like, with or without learned positions, of which the first two are for padding."""
+    layers = partial(in_layers, f"{decoder}.layers")
+    positions = Row(f"{decoder}.embed_positions", ("padding_positions", "positions"), leading=2)
+    return NameTable(
+        [
+            Row(f"{decoder}.embed_tokens", ("embedding",)),
+            *([positions] if learned else []),
+            layers("self_attn_layer_norm", "attention_norm"),
+            layers("final_layer_norm", "mlp_norm"),
+            layers("fc1", "mlp.up"),
+            layers("fc2", "mlp.down"),
+            Row(f"{decoder}.{final_norm}", ("final_norm",)),
+            Row(head, ("head",)),
+        ]
+    )
+
+
+in_llama = partial(in_layers, "model.layers")
+MLP = ("gate", "up", "down")
+LLAMA = NameTable(
+    [
+        Row("model.embed_tokens", ("embedding",)),
+        in_llama("input_layernorm", "attention_norm"),
+        in_llama("post_attention_layernorm", "mlp_norm"),
+        *(in_llama(f"mlp.{part}_proj", f"mlp.{part}") for part in MLP),
+        Row("model.norm", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
+NORMS_BEHIND = LLAMA.replacing(
+    in_llama("post_attention_layernorm", "attention_output_norm"),
+    in_llama("post_feedforward_layernorm", "mlp_output_norm"),
+    without=("layers.{layer}.attention_norm",),
+)
+NORMS_AROUND = NORMS_BEHIND.replacing(
+    in_llama("input_layernorm", "attention_norm"),
+    in_llama("pre_feedforward_layernorm", "mlp_norm"),
+)
+WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
+GPT2 = NameTable(
+    [
+        Row("transformer.wte", ("embedding",)),
+        Row("transformer.wpe", ("positions",)),
+        in_layers("transformer.h", "ln_1", "attention_norm"),
+        in_layers("transformer.h", "ln_2", "mlp_norm"),
+        in_layers("transformer.h", "mlp.c_fc", "mlp.up"),
+        in_layers("transformer.h", "mlp.c_proj", "mlp.down"),
+        Row("transformer.ln_f", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
+GPTJ = GPT2.replacing(
+    in_layers("transformer.h", "mlp.fc_in", "mlp.up"),
+    in_layers("transformer.h", "mlp.fc_out", "mlp.down"),
+    without=("positions", "layers.{layer}.mlp_norm"),
+)
+FUSED_MLP = LLAMA.replacing(in_llama("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
+EXPERTS = LLAMA.replacing(
+    in_llama("mlp.gate", "mlp.router"),
+    *(in_llama(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in MLP),
+)
+NUMBERED_EXPERTS = LLAMA.replacing(
+    in_llama("block_sparse_moe.gate", "mlp.router"),
+    *(
+        in_llama(f"block_sparse_moe.experts.{{expert}}.{name}", f"mlp.experts.{{expert}}.{part}")
+        for name, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    ),
+)

@@ -35,8 +35,10 @@ def constants(rank: int) -> list[float]:
     1/512 downwards), because then dividing by the root mean square rounds back to the original bits. Otherwise
     two: √R rounded down, and the root of what its square lacks, which leaves an error of about 2⁻¹⁶.
     """
+    import torch
+
     root = math.sqrt(rank)
-    error = root / _bfloat16(root) - 1
+    error = root / float(torch.tensor(root).bfloat16()) - 1
     if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
         return [root]
     significand, exponent = math.frexp(root)
@@ -148,9 +150,3 @@ def _squares(total: int, count: int) -> list[int] | None:
         if rest := _squares(total - first**2, count - 1):
             return [first, *rest]
     return None
-
-
-def _bfloat16(value: float) -> float:
-    import torch
-
-    return float(torch.tensor(value).bfloat16())

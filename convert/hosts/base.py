@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Host(ABC):
     opened_by: str
     remarks: tuple[str, ...] = ()
     replaces: str
-    families: frozenset[str]
+    families: Collection[str]
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
     portable: bool = False

@@ -19,7 +19,7 @@ class DeepseekV3(StockLatent):
 
     name = "deepseek_v3"
     blocks = "Llama's"
-    like: tuple[str, ...] = _LIKE_LLAMA
+    families = _LIKE_LLAMA
     runs = frozenset({"transformers", "vllm"})
     served_by = (
         "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "

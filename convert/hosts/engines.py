@@ -36,17 +36,17 @@ class Engine:
 
     Attributes:
         name: As on the command line.
+        serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
         latents: The sizes (R, P) of a latent and its RoPE key that its latent attention takes; empty for any.
         plain_queries: Beside a latent of keys and values, queries must have one too, except in models of so many layers, whose
             queries must have none. None if it runs either.
-        serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
         caches: The formats in which it stores its cache, besides that of its default.
     """
 
     name: str
-    latents: tuple[tuple[int, int], ...]
-    plain_queries: tuple[int, ...] | None
-    serve: str
+    serve: str = ""
+    latents: tuple[tuple[int, int], ...] = ()
+    plain_queries: tuple[int, ...] | None = None
     caches: tuple[CacheOption, ...] = ()
 
     def objection(self, host: Host, family: Family, spec: AttentionSpec) -> str | None:
@@ -96,33 +96,22 @@ class Engine:
         return f"{self.name} takes latents of {_listed(shares)} of the source's cache"
 
 
+_PACKED = [name for name, form in FORMATS.items() if form.bits < 16]
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(
-            "transformers",
-            (),
-            None,
-            "",
-            tuple(
-                CacheOption(name, f'attention.load(…, cache_dtype="{name}")')
-                for name, form in FORMATS.items()
-                if form.bits < 16
-            ),
-        ),
+        Engine("transformers", caches=tuple(CacheOption(name, f'attention.load(…, cache_dtype="{name}")') for name in _PACKED)),
         Engine(
             "vllm",
-            ((256, 64), (448, 64), (512, 64)),
-            None,
             "vllm serve {path}",
-            (CacheOption("fp8", "--kv-cache-dtype fp8", tried=False),),
+            latents=((256, 64), (448, 64), (512, 64)),
+            caches=(CacheOption("fp8", "--kv-cache-dtype fp8", tried=False),),
         ),
         Engine(
             "llama.cpp",
-            (),
-            (26, 27),
             "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf",
-            tuple(CacheOption(name, f"-fa on -ctk {name} -ctv {name}") for name in ("q8_0", "q4_0")),
+            plain_queries=(26, 27),
+            caches=tuple(CacheOption(name, f"-fa on -ctk {name} -ctv {name}") for name in ("q8_0", "q4_0")),
         ),
     )
 }

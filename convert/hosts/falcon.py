@@ -31,7 +31,7 @@ class Falcon(Host):
     served_by = "vLLM serves it if the activation is gelu and the MLP four times as wide as the model, and refuses others"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     replaces = "became query_key_value and dense"
-    families: frozenset[str] = frozenset({"gpt_neox"})
+    families = ("gpt_neox",)
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:

@@ -62,14 +62,14 @@ class GPTBigCode(Host):
         "Positions count from the first column of a batch. Give `position_ids` with padding on the left, as `generate` does.",
     )
     replaces = "became part of c_attn or c_proj"
-    families: frozenset[str] = frozenset(_SETTINGS)
+    families = tuple(_SETTINGS)
 
     def layout(self, family: Family) -> Family:
         return _LAYOUT
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
-            return f"{family.model_type} does not have GPT-2's decoder blocks (the class can hold {', '.join(_SETTINGS)})"
+            return f"{family.model_type} does not have GPT-2's decoder blocks (the class can hold {', '.join(self.families)})"
         if target.num_kv_heads != 1:
             return f"it has one KV head, not {target.num_kv_heads}"
         config = family.config

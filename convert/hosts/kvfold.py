@@ -150,11 +150,6 @@ class Kvfold(Host):
             "text_config": {**inner, **sizes},
         }
 
-    def sized(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec) -> Any:
-        from attention.models.configuration_kvfold import KvfoldConfig
-
-        return KvfoldConfig(**self.config(raw, family, target, None))
-
 
 def _vllm_takes(family: Family) -> bool:
     """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
@@ -172,13 +167,9 @@ def _stock(family: Family) -> Host | None:
 
 def _kept_projections(family: Family) -> dict[str, Any]:
     """What follows a source's projections: QK-norm, a clamp."""
-    traits = family.traits
-    kept = {} if traits.clip is None else {"clip_qkv": traits.clip}
-    if traits.qk_norm is None:
-        return kept
-    stated = asdict(traits.qk_norm)
-    del stated["after_rotary"], stated["fixed"]  # in this class it comes before RoPE, and has gains
-    return {"qk_norm": stated, **kept}
+    traits, left_out = family.traits, ("after_rotary", "fixed")  # in this class the norm comes before RoPE, and has gains
+    norm = traits.qk_norm and {key: value for key, value in asdict(traits.qk_norm).items() if key not in left_out}
+    return {key: value for key, value in (("qk_norm", norm), ("clip_qkv", traits.clip)) if value is not None}
 
 
 def _behind_heads(family: Family) -> dict[str, Any]:
@@ -186,13 +177,12 @@ def _behind_heads(family: Family) -> dict[str, Any]:
     if isinstance(family, KvfoldProjections) or not family.needs_projections:
         return {}
     spec = family.spec
-    rotated = [family.rotary(layer) is not None for layer in range(spec.num_layers)]
-    plain = [layer for layer, rotates in enumerate(rotated) if not rotates]
+    plain = [layer for layer in range(spec.num_layers) if family.rotary(layer) is None]
     return {
         **_kept_projections(family),
         "projected_kv_heads": spec.num_kv_heads,
-        **({"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}),
-        **({"unrotated_layers": plain} if any(rotated) and plain else {}),
+        **_stride(family),
+        **({"unrotated_layers": plain} if 0 < len(plain) < spec.num_layers else {}),
     }
 
 
@@ -206,10 +196,13 @@ def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str,
         return {"rope_pairs": [0] * (rope_dim // 2)}
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
-    stride = {"rope_stride": inner.rope_stride} if inner.rope_stride > 1 else {}
     rotaries = [inner.rotary(layer) for layer in range(inner.decoder.num_hidden_layers)]
     factors = [each.attention_factor if each else 1.0 for each in rotaries]
-    return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **stride}
+    return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(inner)}
+
+
+def _stride(family: Family) -> dict[str, int]:
+    return {"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}
 
 
 def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:

@@ -38,11 +38,9 @@ class StockLatent(Host):
 
     Attributes:
         blocks: Whose decoder blocks it has, for refusals.
-        like: The families that have such blocks.
     """
 
     blocks: str
-    like: tuple[str, ...]
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (EXPANDS,)
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
@@ -55,14 +53,12 @@ class StockLatent(Host):
     def refuses_blocks(self, config: Any) -> str | None:
         """Why the class cannot hold what is around the attention, of a family that it is for; None if it can."""
 
-    def __init__(self) -> None:
-        self.families = frozenset(self.like)
-
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         config = family.config
         parameters = getattr(config, "rope_parameters", None) or {}
         if family.model_type not in self.families:
-            return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
+            known = ", ".join(self.families)
+            return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {known})"
         if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
         rotary = family.rotary(0)
@@ -71,9 +67,9 @@ class StockLatent(Host):
                 f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
                 "cache anew, and this one does not"
             )
-        traits = family.traits
         if family.without_latent:
             return family.without_latent
+        traits = family.traits
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if reason := self.refuses_blocks(config):

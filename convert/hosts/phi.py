@@ -14,7 +14,6 @@ from attention.spec import AttentionSpec
 from convert.families import Family
 from convert.hosts.base import Host, architecture, carried
 
-_LIKE_GPTJ = ("codegen", "gptj")  # each is tested to be exact
 _CARRIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
     "use_cache", "tie_word_embeddings", "resid_pdrop", "embd_pdrop", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -35,11 +34,11 @@ class Phi(Host):
         "The source's class adds an embedding for each of `token_type_ids`. This one ignores them.",
     )
     replaces = "became q_proj, k_proj, v_proj and dense"
-    families: frozenset[str] = frozenset(_LIKE_GPTJ)
+    families = ("codegen", "gptj")  # each is tested to be exact
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
-            return f"{family.model_type} does not have GPT-J's decoder blocks (the class can hold {', '.join(_LIKE_GPTJ)})"
+            return f"{family.model_type} does not have GPT-J's decoder blocks (the class can hold {', '.join(self.families)})"
         config = family.config
         head_dim, dims = target.head_dim, config.rotary_dim
         if (found := int(head_dim * (dims / head_dim))) != dims:

@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from attention.auto import has_class
 from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import Family, decoder_of
+from convert.families.heads import Projections
 from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
 from convert.families.reading.search import Search, Unexplained, Unread
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
-from convert.families.separate import SeparateProjections
 from eval.machine.capacity import without_weights
 
 
@@ -94,7 +92,9 @@ def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
     """A layer of the class itself whose attention is set otherwise than the first of its kind, which the twin has; or None."""
     model = without_weights(config)
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
-    found = [_settings(model.get_submodule(family.module(layer))) for layer in range(decoder_of(config).num_hidden_layers)]
+    modules = [model.get_submodule(family.module(layer)) for layer in range(decoder_of(config).num_hidden_layers)]
+    plain = (bool, int, float, str)
+    found = [{name: value for name, value in vars(module).items() if isinstance(value, plain)} for module in modules]
     numbers = {name for name in found[0] if len({settings.get(name) for settings in found}) == len(found) > 1}
     for layer, kind in enumerate(kinds(config, twin.lists)):
         settings = {name: value for name, value in found[layer].items() if name not in numbers}
@@ -102,10 +102,6 @@ def _uneven(family: Family, config: Any, twin: Twin) -> str | None:
             names = ", ".join(sorted(name for name, value in settings.items() if first[kind].get(name) != value))
             return f"layer {layer} has another {names} than layers like it, and config.json does not say so"
     return None
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
 
 
 def _inside(config: Any, twin: Twin) -> Family | None:
@@ -137,7 +133,7 @@ def _like_a_row(config: Any, twin: Twin) -> Family | None:
     """The family of another type that has its projections stacked, and that the class computes the same as."""
     shapes = {name: tuple(parameter.shape) for name, parameter in twin.model.named_parameters()}
     for row in FAMILIES.values():
-        if type(row) is SeparateProjections:
+        if isinstance(row, Projections) and not row.stacked:
             continue
         with contextlib.suppress(Exception):  # fields that this config lacks, and whatever else its like has
             family = replace(row.of(twin.config), model_type=config.model_type, is_row=False)

@@ -8,9 +8,8 @@ from typing import Any
 from attention import rope
 from attention.scoring import Scoring
 from convert.families.base import SOFTCAP, Traits
-from convert.families.names import Place, Row
+from convert.families.heads import Projections
 from convert.families.reading.twin import kinds
-from convert.families.stacked import StackedProjections
 
 
 @dataclass(frozen=True)
@@ -46,30 +45,26 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Found(StackedProjections):
+class Found(Projections):
     """A family that experiments have found for one config, and for what becomes of it.
 
     Attributes:
         lists: The names of the config's lists that have an entry for each layer.
         readings: What each kind of layer computes (`convert.families.reading.twin.kinds`).
-        input: The norm of the attention's input; None without one.
         far_queries: What the queries of the last positions are multiplied by, which no record says; None for nothing.
     """
 
-    qkv_name: str = ""
     lists: tuple[str, ...] = ()
     readings: tuple[tuple[tuple[Any, ...], Reading], ...] = ()
-    input: Row | None = None
     far_queries: float | None = None
     is_row: bool = False
 
     @property
     def traits(self) -> Traits:
         rotated = sum(self.reading(layer).pairing is not None for layer in range(self.spec.num_layers))
-        traits = replace(super().traits, layers_with_rotary=rotated)
-        if self.far_queries is None:
-            return traits
-        return replace(traits, extra_features={**traits.extra_features, "far queries times": round(self.far_queries, 2)})
+        far = {} if self.far_queries is None else {"far queries times": round(self.far_queries, 2)}
+        traits = super().traits
+        return replace(traits, layers_with_rotary=rotated, extra_features={**traits.extra_features, **far})
 
     def reading(self, layer: int) -> Reading:
         return dict(self.readings)[kinds(self.config, self.lists)[layer]]
@@ -82,6 +77,3 @@ class Found(StackedProjections):
 
     def scoring(self, layer: int) -> Scoring:
         return self.reading(layer).scoring(self.decoder)
-
-    def input_norm(self, layer: int) -> Place | None:
-        return None if self.input is None else self.input.place({"layer": str(layer)}, "weight")

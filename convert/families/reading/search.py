@@ -17,14 +17,13 @@ from torch import nn
 
 from attention import rope
 from attention.record import Attention
+from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP
+from convert.families.heads import BEHIND_ROPE, BY_KV_HEAD, BY_PART, NormRow, RowOrder, Storage
 from convert.families.names import NameTable, Row, in_layers
-from convert.families.projections import PARTS
 from convert.families.reading.found import Found, Reading
-from convert.families.reading.twin import Call, Twin, computed, kinds, near
-from convert.families.separate import NormRow
-from convert.families.stacked import BY_KV_HEAD, BY_PART, RowOrder
+from convert.families.reading.twin import Call, Twin, kinds, near
 
 
 class Unread(Exception):
@@ -68,8 +67,12 @@ def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> 
         raise Unread(f"its attention has {', '.join(beside or read)} besides projections of queries, keys, values and outputs")
     if len(values) != 1:
         raise Unread(f"it is not clear which of its projections {', '.join(read)} makes values")
-    rest = [name for name in read if name not in values]
-    queries, keys = sorted(rest, key=lambda name: _is_keys(twin, path, name, calls[path].gave))
+
+    def is_seen_later(name: str) -> bool:
+        """Whether later tokens read what it gives for the first one; that token's query serves the token alone."""
+        return not torch.equal(_without(twin, path, name, slice(1))[:, 1:], calls[path].gave[:, 1:])
+
+    queries, keys = sorted((name for name in read if name not in values), key=is_seen_later)
     return layers, module, (queries, keys, values[0], output)
 
 
@@ -104,11 +107,6 @@ def _without(twin: Twin, path: str, name: str, tokens: slice = slice(None)) -> t
 
     with twin.model.get_submodule(f"{path}.{name}").register_forward_hook(zeroed):
         return twin.calls()[path].gave
-
-
-def _is_keys(twin: Twin, path: str, name: str, usual: torch.Tensor) -> bool:
-    """Whether later tokens read what a projection gives for the first one; its query serves that token alone."""
-    return not torch.equal(_without(twin, path, name, slice(1))[:, 1:], usual[:, 1:])
 
 
 # ---- what they compute ---------------------------------------------------------------------------------------------------
@@ -155,15 +153,14 @@ class Search:
             qkv_bias=biases[0],
             o_bias=biases[-1],
             norm=row and replace(row, q=q_norm, k=k_norm),
-            names=NameTable([]),
+            names=NameTable(self._input_norm()),
+            without_latent=BEHIND_ROPE if row and row.after_rotary else None,
             shares_heads=self.spec.num_kv_heads < self.spec.num_heads,
             attention_path=self.path,
-            projections=(*PARTS, self.names[-1]) if self.stacked else self.names,
-            qkv_name=self.names[0] if self.stacked else "",
+            projections=self.names,
             order=order,
             lists=self.twin.lists,
             rope_stride=self._rope_stride(),
-            input=self._input_norm(),
             adds_output=self._adds_output(),
         )
         family = replace(family, sinks=self._sinks(family))
@@ -174,19 +171,20 @@ class Search:
             found = self._reading(replace(family, readings=((kind, Reading()),)), layer, scales)
             if readings.setdefault(kind, found) != found:
                 raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
-        if len({reading.scale for reading in readings.values()}) > 1:
+        of_kinds = readings.values()
+        scales = list({reading.scale for reading in of_kinds})
+        if scales[1:]:
             raise Unread("its layers scale their logits by different factors")
-        pairings = {reading.pairing for reading in readings.values() if reading.pairing}
+        pairings = {reading.pairing for reading in of_kinds if reading.pairing}
         if len(pairings) > 1:
             raise Unread("its layers rotate different pairs of dims")
-        windows = tuple({reading.window: None for reading in readings.values() if reading.window})
-        caps = (SOFTCAP,) if any(reading.cap for reading in readings.values()) else ()
-        scale = next(iter(readings.values())).scale
+        windows = dict.fromkeys(reading.window for reading in of_kinds if reading.window)
+        caps = [SOFTCAP] if any(reading.cap for reading in of_kinds) else []
         return replace(
             family,
             pairing=next(iter(pairings), "half"),
             readings=tuple(readings.items()),
-            scaled_by=scale,
+            scaled_by=scales[0],
             extra_features=(*caps, *windows),
         )
 
@@ -238,29 +236,26 @@ class Search:
                 continue
             if gain is not None and gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
                 continue
-            if (row := self._form(module, read, gave, after_rotary=not torch.equal(read, states))) is not None:
+            row = self._form(module, read, gave, after_rotary=not torch.equal(read, states))
+            if row is not None and row.eps:
                 return name, row
         return None
 
-    def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool) -> NormRow | None:
-        """How a norm of heads `[1, H, T, D]` normalises, by what it gives."""
+    def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool = False) -> NormRow | None:
+        """How a norm of heads `[1, H, T, D]` normalises, by what it gives; its `eps` is "" if the config does not say it."""
         gain, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         eps, dim = _eps(module), read.shape[-1]
         field = next(
             (name for name, value in vars(self.twin.decoder).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
         )
-        storage: Literal["none", "shared", "flat", "matrix"] = "none"
-        if gain is None:
-            gain = read.new_ones(dim)
-        else:
-            storage = "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
+        storage: Storage = (
+            "none" if gain is None else "shared" if gain.numel() == dim else "flat" if gain.ndim == 1 else "matrix"
+        )
+        gain, bias = (None if vector is None else vector.view(-1, dim) for vector in (gain, bias))
         forms: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-        for kind, offset in itertools.product(forms if field else (), (0.0, 1.0)):
-            row = NormRow(
-                "", "", kind, storage, eps=field, bias=bias is not None, gain_offset=offset, after_rotary=after_rotary
-            )
-            norm = row.form(eps).with_gains(gain.view(-1, dim), None if bias is None else bias.view(-1, dim))
-            if near(norm(read), gave):
+        for kind, offset in itertools.product(forms, (0.0, 1.0)):
+            row = NormRow("", "", kind, storage, None, field, bias is not None, offset, after_rotary)
+            if near(row.form(eps).with_gains(read.new_ones(1, dim) if gain is None else gain, bias)(read), gave):
                 return row
         return None
 
@@ -273,20 +268,21 @@ class Search:
         kept = [
             value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
         ]
-        candidates = dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept])
-        for reading, window, cap, scale in itertools.product(
-            self._rotations(), [None, *windows], [False, *([True] if getattr(config, SOFTCAP, None) else [])], candidates
-        ):
-            tried = replace(reading, window=window, cap=cap, scale=scale)
-            rotary = tried.rotary(config, self.spec.head_dim, layer)
-            ours = replace(record, rotary=rotary, scoring=tried.scoring(config), scale=scale)
-            if near(computed(ours, call.read.double()), call.gave.double()):
-                return tried
-        for reading, window in itertools.product(self._rotations(), [None, *windows]):
-            tried = replace(reading, window=window)
-            ours = replace(record, rotary=tried.rotary(config, self.spec.head_dim, layer), scoring=tried.scoring(config))
-            if (scale := _scale(ours, call)) is not None:
-                return replace(tried, scale=scale)
+        caps = [False, *([True] if getattr(config, SOFTCAP, None) else [])]
+
+        def tries() -> Iterator[tuple[Reading, Attention]]:
+            for rotation, window, cap in itertools.product(self._rotations(), [None, *windows], caps):
+                reading = replace(rotation, window=window, cap=cap)
+                rotary = reading.rotary(config, self.spec.head_dim, layer)
+                yield reading, replace(record, rotary=rotary, scoring=reading.scoring(config))
+
+        for reading, ours in tries():
+            for scale in dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept]):
+                if near(grouped_attention(call.read.double(), replace(ours, scale=scale)), call.gave.double()):
+                    return replace(reading, scale=scale)
+        for reading, ours in tries():
+            if not reading.cap and (fitted := _scale(ours, call)) is not None:
+                return replace(reading, scale=fitted)
         also = f", with {family.sinks} as sinks," if family.sinks else ""
         raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
 
@@ -299,21 +295,18 @@ class Search:
         )
         yield Reading()
 
-    def _input_norm(self) -> Row | None:
+    def _input_norm(self) -> list[Row]:
         """The norm whose output the attention reads, if that has gains."""
-        x = self.calls[self.path.format(layer=0)].read
+        x, layer = self.calls[self.path.format(layer=0)].read, f"{self.layers}.0."
         for path, call in self.calls.items():
             module: Any = self.twin.model.get_submodule(path)
             gain: Any = getattr(module, "weight", None)
-            bias: Any = getattr(module, "bias", None)
-            if not path.startswith(f"{self.layers}.0.") or not torch.equal(call.gave, x) or getattr(gain, "ndim", 0) != 1:
+            if not path.startswith(layer) or getattr(gain, "ndim", 0) != 1 or not torch.equal(call.gave, x):
                 continue
-            for states, offset in itertools.product((call.read, call.read - call.read.mean(-1, keepdim=True)), (0.0, 1.0)):
-                unit = states * states.square().mean(-1, keepdim=True).add(_eps(module)).rsqrt()
-                if near(unit * (gain + offset) + (0 if bias is None else bias), x):
-                    name = path.removeprefix(f"{self.layers}.0.")
-                    return replace(in_layers(self.layers, name, "attention_norm"), offset=offset)
-        return None
+            if (form := self._form(module, call.read[:, None], call.gave[:, None])) is not None:
+                found = in_layers(self.layers, path.removeprefix(layer), "attention_norm")
+                return [replace(found, offset=form.gain_offset)]
+        return []
 
     def _adds_output(self) -> bool:
         """Whether something in the layer reads the sum of the layer's input and its attention's output."""
@@ -329,12 +322,12 @@ def _scale(record: Attention, call: Call) -> float | None:
     for steps in (64, 16, 16, 16, 16, 16):
         width = (high - low) / steps
         found = [low + step * width for step in range(steps + 1)]
-        errors = [float((computed(replace(record, scale=math.exp(log)), x) - gave).abs().max()) for log in found]
+        errors = [float((grouped_attention(x, replace(record, scale=math.exp(log))) - gave).abs().max()) for log in found]
         best = found[errors.index(min(errors))]
         if min(errors) > 0.3 * float(gave.abs().max()):
             return None
         low, high = best - width, best + width
-    return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
+    return math.exp(best) if near(grouped_attention(x, replace(record, scale=math.exp(best))), gave) else None
 
 
 def _along(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -19,8 +19,8 @@ import torch
 from accelerate.utils import set_module_tensor_to_device
 
 from attention.auto import from_config
-from attention.record import Attention, Record
-from attention.reference import grouped_attention, latent_attention
+from attention.record import Attention
+from attention.reference import grouped_attention
 from convert.families.base import Family, decoder_of
 
 _SHORT = 6  # tokens: what windows become, and lengths from which on a class does something else, so that texts pass them
@@ -105,17 +105,14 @@ class Twin:
         """Give the decoder, its embeddings and its head random weights; models inside it, such as one that sees, have none."""
         from transformers import PreTrainedConfig
 
-        parts = [self.model]
-        if self.decoder is not self.config:
+        parts, inside = [self.model], self.decoder is not self.config
+        if inside:
             parts = [self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        configs = {module: getattr(module, "config", None) for part in parts for module in part.modules()}
-        others = [
-            module
-            for module, config in configs.items()
-            if isinstance(config, PreTrainedConfig) and not isinstance(config, type(self.decoder))
-        ]
         wanted = {id(weight) for part in parts for weight in part.parameters()}
-        wanted -= {id(weight) for module in others for weight in module.parameters()}
+        for module in (module for part in parts for module in part.modules()):
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig) and not isinstance(config, type(self.decoder)):
+                wanted -= {id(weight) for weight in module.parameters()}
         found = [(name, weight) for name, weight in self.model.named_parameters() if id(weight) in wanted]
         if (size := sum(weight.numel() for _, weight in found)) > _MOST:
             raise ValueError(f"{size:,} parameters are left of it, which is not small")
@@ -128,7 +125,6 @@ class Twin:
         self.model.tie_weights()
         self.model.requires_grad_(False)
         # Around a decoder, tensors are known by their names in the class.
-        inside = self.decoder is not self.config
         self.stored = {name: name for name in self.model.state_dict()} if inside else _stored_names(self.model)
 
     @property
@@ -163,7 +159,8 @@ class Twin:
 
         def note(path: str) -> Any:
             def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                given = kwargs.get("hidden_states", next(filter(_is_states, (*args, *kwargs.values())), None))
+                states = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+                given = kwargs.get("hidden_states", states[0] if states else None)
                 gave = output[0] if isinstance(output, tuple) else output
                 if given is not None and isinstance(gave, torch.Tensor):
                     angles = kwargs.get("position_embeddings")
@@ -213,18 +210,9 @@ def _silent() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _is_states(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def near(a: torch.Tensor, b: torch.Tensor, share: float = EQUAL) -> bool:
     """Whether they differ by at most a share of the larger's largest value."""
     return a.shape == b.shape and bool((a - b).abs().max() <= share * b.abs().max())
-
-
-def computed(record: Record, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """What a record computes of inputs `[1, T, E]`, the first at position `start`."""
-    return grouped_attention(x, record, start) if isinstance(record, Attention) else latent_attention(x, record, start)
 
 
 def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | None:
@@ -245,10 +233,11 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
                 if name not in state and name not in calls:
                     return f"layer {stands_for} of its class has no {name}"
             ours = family.split({name: state[name] for name in wanted}, layer)
-            if family.traits.clip is not None and isinstance(ours, Attention):
+            assert isinstance(ours, Attention), "random weights are no latent that a family reads"
+            if family.traits.clip is not None:
                 ours = ours.on_projected_inputs(family.traits.clip)
             read, gave = calls[module].read.double(), calls[output].gave.double()
-            if not near(computed(ours, read, start), gave, twin.shape.equal + start * _ANGLE):
+            if not near(grouped_attention(read, ours, start), gave, twin.shape.equal + start * _ANGLE):
                 return f"layer {stands_for} computes something else than its config says, at positions from {start} on"
     return None
 
@@ -273,13 +262,12 @@ def kinds(config: Any, lists: Sequence[str]) -> list[tuple[Any, ...]]:
 def per_layer(config: Any) -> tuple[str, ...]:
     """The names of a config's lists that have one entry for each layer."""
     config = decoder_of(config)
-    return tuple(sorted(name for name, value in vars(config).items() if _is_per_layer(value, config.num_hidden_layers)))
-
-
-def _is_per_layer(value: Any, count: int) -> bool:
-    if not isinstance(value, list) or len(value) != count or count < 2:
-        return False
-    return all(isinstance(one, (str, int, float, type(None))) for one in value) and len(set(value)) < count  # else indices
+    count, found = config.num_hidden_layers, []
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == count > 1:
+            plain = all(isinstance(one, (str, int, float, type(None))) for one in value)
+            found += [name] if plain and len(set(value)) < count else []  # else indices
+    return tuple(sorted(found))
 
 
 def _shrunk(whole: Any, shape: Shape) -> tuple[Any, list[int]]:

@@ -11,9 +11,9 @@ from tiny import switched, tiny_config
 
 from attention.rope import Rotary
 from convert.families import FAMILIES
+from convert.families.heads import Projections
 from convert.families.projections import NAMES
 from convert.families.reading.twin import Twin, disproof, kinds
-from convert.families.separate import SeparateProjections
 
 WINDOWED = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
 
@@ -86,7 +86,7 @@ def test_wrong_frequencies_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     twin, row = Twin(tiny_config("llama")), FAMILIES["llama"]
     right = row.of(twin.config).rotary(0)
     assert right is not None
-    monkeypatch.setattr(SeparateProjections, "rotary", lambda self, layer: Rotary(right.frequencies * 1.01))
+    monkeypatch.setattr(Projections, "rotary", lambda self, layer: Rotary(right.frequencies * 1.01))
     assert disproof(row, twin) is not None
 
 
