@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.converting import convert
-from convert.execute.conversion import PlannedConversion
+from convert.execute.describe import PlannedConversion
 from convert.launch import require_alone
 from convert.output.lock import exclusive
 from convert.output.writing import explained, watched

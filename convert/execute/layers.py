@@ -12,24 +12,23 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model, require_loadable
 from convert.checkpoint.shelf import Shelf
 from convert.execute.deciding import StatisticsOf, choose
+from convert.execute.describe import provenance_of
 from convert.execute.job import Job
-from convert.execute.layer import Layer, changed, error_of
+from convert.execute.layer import as_stored, changed, error_of
 from convert.execute.manifest import manifest_of, without_computed
-from convert.execute.provenance import provenance_of
 from convert.execute.sequence import in_sequence
 from convert.execute.weights import MakeLayer, calibration_bytes, write_weights
 from convert.methods.text import TextUse
-from convert.output.companions import copy_code, copy_companions, write_config
-from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
+from convert.output.companions import copy_code, copy_companions, name_tokenizer_class, tokenizer_class, write_config
 from convert.planning.calibration import CalibrationText
-from convert.planning.targets import Choice, LatentTarget
+from convert.planning.targets import LatentTarget
 from eval.inputs.reader import Reader
+from eval.inputs.sealed import Content
 
 
 def convert_layers(job: Job) -> dict[str, Any]:
@@ -44,25 +43,24 @@ def convert_layers(job: Job) -> dict[str, Any]:
         needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
         work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
-        choice, surveyed = Choice(), None
+        statistics = job.assumed
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
-            surveyed = _surveyed(job, job.text)
+            statistics = _surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:
-            choice = choose(job, target, surveyed or job.assumed)
-        spec = plan.sized(choice.ranks)
-        if choice.ranks:
-            sized = target.host.sized(source.raw, plan.family, spec)
-            manifest = manifest_of(job.manifest.reader, plan.family, target.host, sized, plan.output.dtype, target.copies)
+            job = replace(job, choice=choose(job, target, statistics))
+        if job.choice.ranks:
+            sized = target.host.sized(source.raw, plan.family, job.spec)
+            manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = write_weights(work, job.manifest, shards, _layers(job, choice, spec, surveyed), job.progress)
-        write_config(work.path, plan.config(spec, choice.pairs), plan.output.dtype)
+        layers = write_weights(work, job.manifest, shards, _layers(job, statistics), job.progress)
+        write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:
             name_tokenizer_class(work.path, named)
         written = source.beside(work.path)
         require_loadable(written.config, without_computed(plan.family, Reader(work.path)), "the result")
-        return provenance_of(job, choice, spec, layers, written.calibrated)
+        return provenance_of(job, layers, written.calibrated)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
@@ -84,17 +82,14 @@ def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     return lambda layer: found()(layer)
 
 
-def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsOf | None) -> MakeLayer:
-    """Maps a layer's index to the converted layer; `spec` has the sizes of the result."""
+def _layers(job: Job, statistics: StatisticsOf) -> MakeLayer:
     if job.text and job.text.calibration.in_sequence:
-        return in_sequence(job, job.text, choice, spec)
-    layout, statistics = job.plan.layout, surveyed or job.assumed
+        return in_sequence(job, job.text)
 
-    def make(index: int) -> Layer:
+    def make(index: int) -> Content:
         tensors, before = job.read_layer(index)
         seen = statistics(index)
-        after = changed(job, choice, before, index, seen)
-        error = error_of(before, after, seen.sample if job.shows_attention else None)
-        return Layer.of(layout, spec, index, tensors, after, **error)
+        after = changed(job, before, index, seen)
+        return as_stored(job, index, tensors, after, error_of(job, before, after, seen))
 
     return make

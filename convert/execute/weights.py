@@ -10,17 +10,17 @@ import torch
 
 from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.job import Job
-from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, Unit
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
 from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
 from eval.inputs.reader import Reader
+from eval.inputs.sealed import Content
 from eval.machine.device import trim_memory
 from eval.terminal.progress import Progress, stage
 
-MakeLayer = Callable[[int], Layer]
+MakeLayer = Callable[[int], Content]  # a layer's tensors and its note, by its index
 
 
 def calibration_bytes(job: Job, text: CalibrationText) -> int:
@@ -73,11 +73,11 @@ def _fill(reader: Reader, shard: list[Unit], make_layer: MakeLayer) -> tuple[dic
         if unit.layer is None:
             tensors |= unit.make(reader.__getitem__)
             continue
-        converted = make_layer(unit.layer)
+        converted, note = make_layer(unit.layer)
         for name, info in unit.outputs.items():
-            found = converted.tensors[name].shape
+            found = converted[name].shape
             assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
-        tensors |= converted.tensors
-        notes.append(dict(converted.note))
+        tensors |= converted
+        notes.append(note)
         trim_memory()
     return tensors, notes

@@ -99,12 +99,11 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
 
 
 def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
-    from convert.healing.costs import disk  # transformers' Trainer takes a second to import
-    from convert.healing.loop import train
+    from convert.healing.loop import train  # transformers' Trainer takes a second to import
 
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
-        work.require_space(disk(plan))
+        work.require_space(plan.disk)
     outcome = train(plan, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:

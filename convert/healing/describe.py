@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
-from convert.healing.costs import held
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
 from convert.output.card import command_line, inherited_licence, metadata_of, render, stated_loading, stated_metadata
@@ -71,12 +70,12 @@ class PlannedHealing:
             "train": o.train,
             "lora_rank": plan.lora_rank,
             "checkpointing": o.checkpointing,
-            "memory_bytes": held(plan),
+            "memory_bytes": plan.memory(),
             "output": str(plan.output.path),
         }
 
     def __str__(self) -> str:
-        parts = {name: size / 1e9 for name, size in held(self.plan).items()}
+        parts = {name: size / 1e9 for name, size in self.plan.memory().items()}
         listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
         return "\n".join([*self._lines(), f"memory: {sum(parts.values()):.2f} GB ({listed}), and activations"])
 

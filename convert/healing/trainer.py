@@ -173,7 +173,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         """The weights of the checkpoint to write, by its class's names, as they were after a step; fp32 in main memory."""
         self.accelerator.wait_for_everyone()  # the first process has saved them
         reshard(self.model)
-        return self._what.written(load_file(Path(self.args.output_dir, f"checkpoint-{step}", WEIGHTS)))
+        return self._what.written(load_file(checkpoint_in(self.args.output_dir, step) / WEIGHTS))
 
     def put(self, written: Mapping[str, torch.Tensor]) -> None:
         """Let the student compute with weights of the checkpoint. It does not train after that."""
@@ -292,6 +292,11 @@ def tracker(plan: HealPlan) -> Any:
                 ) from error
 
     return Tracker
+
+
+def checkpoint_in(directory: str | Path, step: int) -> Path:
+    """The checkpoint after a step, as the Trainer names it."""
+    return Path(directory, f"checkpoint-{step}")
 
 
 def share(step: int, steps: int) -> float:

@@ -18,6 +18,7 @@ from written import Convert, Logits, constants_stay, edit, refused, same_but_for
 from attention.errors import Failure, Interrupted
 from attention.models import AUTO_MAP, CODE
 from convert import Healing, heal
+from convert.healing import run
 from convert.healing.plan import start_rate
 from convert.healing.trainer import HealingTrainer, share
 from convert.healing.weights import write_beside
@@ -320,3 +321,15 @@ def test_code_that_config_json_names_elsewhere_is_replaced(results: Results, tmp
     write_beside(tmp_path, Source.parse(str(path)), 0)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert all((tmp_path / file.name).read_bytes() == file.read_bytes() for file in CODE)
+
+
+def test_too_little_memory_is_said(
+    results: Callable[[str], Path], text: Path, sizes: dict[str, Any], tmp_path: Path, warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = heal(results("mla"), tmp_path / "out", text=text, dry_run=True, **sizes).plan
+    run._say_memory(plan)
+    assert not warned()
+    monkeypatch.setattr(run, "free_memory", lambda device: 10**3)
+    run._say_memory(plan)
+    assert "cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in warned()[0]

@@ -14,7 +14,7 @@ from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
 from convert import plan
-from convert.execute.conversion import Conversion, PlannedConversion, _check_lines
+from convert.execute.describe import Conversion, PlannedConversion, _check_lines
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
