@@ -89,10 +89,8 @@ class Conversion(PlannedConversion):
         return self.plan.as_dict(self.provenance.get("kv_lora_ranks")) | {"conversion": self.provenance}
 
     def __str__(self) -> str:
-        said = self.provenance
-        measured = (*_healing_lines(said), *_check_lines(said), *_quality_lines(said))
-        lines = [*_plan_lines(self.plan, self.after), *measured, f"written to {_where(self.plan)}"]
-        return "\n".join([*lines, *_said(Calibrated.read(said))])
+        lines = [*_plan_lines(self.plan, self.after), *_measured(self.provenance), f"written to {_where(self.plan)}"]
+        return "\n".join([*lines, *_said(Calibrated.read(self.provenance))])
 
 
 def _said(calibrated: Calibrated | None) -> list[str]:
@@ -125,34 +123,29 @@ def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
     ]
 
 
-def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:
-    if not (healing := provenance.get("healing")):
-        return []
-    before, after = (healing[when]["kl"] for when in ("before", "after"))
-    if not provenance["tensors"]["healed"]:
-        return [f"healing gained nothing: KL {before:.4f} on {healing['held_out_tokens']} tokens that were held out"]
-    return [f"healed on {healing['tokens']} tokens: KL {before:.4f} → {after:.4f} on {healing['held_out_tokens']} others"]
-
-
-def _check_lines(provenance: Mapping[str, Any]) -> list[str]:
-    if not (check := provenance.get("check")):
-        return []
-    found = [f"{loss_text(one['loss_nats'], '+.3f')} on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
-    return [f"checked on text that was not fitted: {', '.join(found)}"]
-
-
-def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
-    if "evaluation" not in provenance:
-        return []
-    source, *others = provenance["evaluation"]["models"]
-    return [
-        f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} at {loss_text(converted['loss_nats'])} on "
-        f"{converted['tokens']} tokens of {provenance['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
-        f"top-1 agreement {converted['top1_agreement']:.1%}"
-        + (f", with its cache in {form}" if (form := converted.get("cache_format")) else "")
-        for converted in others
-        if converted["path"] != source["path"]
-    ]
+def _measured(provenance: Mapping[str, Any]) -> list[str]:
+    """What the healing, the check and the evaluation say of the result, where there were any."""
+    lines = list[str]()
+    if healing := provenance.get("healing"):
+        before, after, tokens = healing["before"]["kl"], healing["after"]["kl"], healing["held_out_tokens"]
+        if provenance["tensors"]["healed"]:
+            lines.append(f"healed on {healing['tokens']} tokens: KL {before:.4f} → {after:.4f} on {tokens} others")
+        else:
+            lines.append(f"healing gained nothing: KL {before:.4f} on {tokens} tokens that were held out")
+    if check := provenance.get("check"):
+        found = [f"{loss_text(one['loss_nats'], '+.3f')} on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
+        lines.append(f"checked on text that was not fitted: {', '.join(found)}")
+    if evaluation := provenance.get("evaluation"):
+        source, *others = evaluation["models"]
+        lines += [
+            f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} at {loss_text(converted['loss_nats'])} on "
+            f"{converted['tokens']} tokens of {evaluation['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
+            f"top-1 agreement {converted['top1_agreement']:.1%}"
+            + (f", with its cache in {form}" if (form := converted.get("cache_format")) else "")
+            for converted in others
+            if converted["path"] != source["path"]
+        ]
+    return lines
 
 
 # ---- conversion.json -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
-from convert.output.card import command_line, inherited_licence, metadata_of, render, stated_loading, stated_metadata
+from convert.output.card import command_line, inherited_licence, metadata_of, render, stated
 from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
 from eval.report.sections import loss_text
@@ -202,7 +202,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     del options["converted"]
     return render(
         "healing.md.j2",
-        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
+        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=command_line("heal", plan.converted.reference, options),
@@ -211,6 +211,6 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
         bytes=provenance["kv_bytes_per_token"],
         rounding=plan.rounding,
         evaluation=provenance.get("evaluation"),
-        loading=stated_loading(provenance),
+        loading=stated(provenance, "loading"),
         calibrated=Calibrated.read(provenance),
     )

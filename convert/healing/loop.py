@@ -156,7 +156,7 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
 
 def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: Progress) -> Outcome:
     """Choose a learning rate, and train until the steps are done or gain nothing any more."""
-    checkpoint, progressed = _last(Path(trainer.args.output_dir))
+    progressed = _last(Path(trainer.args.output_dir))
     if progressed is None:
         start = _told(Point(0, 0, 0.0, None, *trainer.measure()))
         if start.kl <= _EXACT:
@@ -164,12 +164,12 @@ def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: P
             return Outcome(Progressed(0.0, {}, [start]), start, {})
         progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
-        trainer.add_callback(_Course(plan, trainer, progressed))
+        trainer.add_callback(_Course(plan, progressed))
         if plan.options.track is not None:
             trainer.add_callback(tracker(plan))
         with stage(progress, "heal", plan.tokens, "token") as done:
             done(progressed.curve[-1].tokens)
-            trainer.run(plan.steps, progressed.rate, done, checkpoint)
+            trainer.run(plan.steps, progressed.rate, done, progressed.step)
         trainer.remove_callback(_Course)
     if progressed.step < plan.steps:
         best, last = progressed.best.step, progressed.step
@@ -211,7 +211,12 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
         return rates[0], {}
     while rates:
         rate = rates.pop(0)
-        tried[rate] = _tried(plan, trainer, rate, progress)
+        try:
+            with stage(progress, "try rates", plan.trial_steps * plan.batch * plan.context, "token") as done:
+                trainer.run(plan.trial_steps, rate, done)
+                tried[rate], _ = trainer.measure()
+        except NotFinite:  # a rate that is far too high
+            tried[rate] = math.inf
         trainer.restore(weights)
         if not rates and len(tried) < plan.most_rates:  # nothing more, where others lie around the best
             beyond = {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}
@@ -229,16 +234,6 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
     return float(f"{best:.2e}"), named
 
 
-def _tried(plan: HealPlan, trainer: HealingTrainer, rate: float, progress: Progress) -> float:
-    """The KL on held-out blocks after a short training at this rate; infinite where it does not stay finite."""
-    try:
-        with stage(progress, "try rates", plan.trial_steps * plan.batch * plan.context, "token") as done:
-            trainer.run(plan.trial_steps, rate, done)
-            return trainer.measure()[0]
-    except NotFinite:  # a rate that is far too high
-        return math.inf
-
-
 def _largest(tried: dict[float, float]) -> float | None:
     """The largest rate that is about as good as the best: what a short trial finds best is too small for a long training."""
     least = min(tried.values())
@@ -253,7 +248,6 @@ class _Course(TrainerCallback):  # type: ignore[misc]
     """Asks the Trainer for points of the curve, ends the training, and seals its checkpoints with the progress."""
 
     plan: HealPlan
-    trainer: HealingTrainer
     progressed: Progressed
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
@@ -288,15 +282,15 @@ def _seal(checkpoint: Path, progressed: Progressed) -> None:
     seal(checkpoint / _SEAL, {"files": files, "progressed": asdict(progressed)})
 
 
-def _last(directory: Path) -> tuple[Path | None, Progressed | None]:
-    """The last checkpoint that is whole, beside that of its best point, and its progress."""
+def _last(directory: Path) -> Progressed | None:
+    """The progress at the last checkpoint that is whole, beside that of its best point."""
     steps = (int(seal.parent.name.split("-")[1]) for seal in directory.glob(f"checkpoint-*/{_SEAL}"))
     for checkpoint in (checkpoint_in(directory, step) for step in sorted(steps, reverse=True)):
         progressed = _unsealed(checkpoint)
         if progressed and (not progressed.best.step or _unsealed(checkpoint_in(directory, progressed.best.step))):
-            return checkpoint, progressed
+            return progressed
         _log.warning("%s is damaged, so training goes on from an earlier one, or begins again", checkpoint)
-    return None, None
+    return None
 
 
 def _unsealed(checkpoint: Path) -> Progressed | None:

@@ -94,8 +94,15 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     if plan.converted.code_note:
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = texts.written(work, progress)
-    _say_memory(plan)
-    with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY):
+    device = compute_device(plan.device)
+    needed, free = sum(plan.memory(launched_count() if shards() else 1).values()), free_memory(device)
+    _log.info("takes %.1f GB of memory on %s, and activations", needed / 1e9, device)
+    if needed > free:
+        _log.warning(
+            "%s has %.1f GB free, and healing takes %.1f GB without activations; less with --train lora",
+            device, free / 1e9, needed / 1e9,
+        )  # fmt: skip
+    with work.kept_without_memory(device, _LESS_MEMORY):
         agreed(work.training)
         try:
             outcome = train(plan, text, reader, work.training, progress)
@@ -105,18 +112,6 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     dict(write_files(work.path, reader, outcome.weights, progress))
     calibrated = write_beside(work.path, plan.converted, plan.context if outcome.weights else 0)
     return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})
-
-
-def _say_memory(plan: HealPlan) -> None:
-    """Log how much memory a healing takes, and warn if there is less."""
-    device = compute_device(plan.device)
-    needed, free = sum(plan.memory(launched_count() if shards() else 1).values()), free_memory(device)
-    _log.info("takes %.1f GB of memory on %s, and activations", needed / 1e9, device)
-    if needed > free:
-        _log.warning(
-            "%s has %.1f GB free, and healing takes %.1f GB without activations; less with --train lora",
-            device, free / 1e9, needed / 1e9,
-        )  # fmt: skip
 
 
 def _follow(plan: HealPlan) -> dict[str, Any]:

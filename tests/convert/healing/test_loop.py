@@ -118,7 +118,7 @@ def checkpoints(tmp_path: Path) -> Path:
 def test_the_last_checkpoint_counts_with_its_progress(checkpoints: Path) -> None:
     (checkpoints / "checkpoint-10").mkdir()  # a run was stopped while it wrote it
     expected = Progressed(3e-3, {"3.00e-03": 0.9}, curve(1.0, 0.9, 0.5, 0.6))
-    assert loop._last(checkpoints) == (checkpoints / "checkpoint-3", expected)
+    assert loop._last(checkpoints) == expected
 
 
 @pytest.mark.parametrize("name", [*FILES, "sealed.json"])
@@ -130,11 +130,12 @@ def test_a_damaged_checkpoint_does_not_count(
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert loop._last(checkpoints)[0] == (left and checkpoints / f"checkpoint-{left}")
+    found = loop._last(checkpoints)
+    assert (found and found.step) == left
     assert any("checkpoint-3 is damaged, so training goes on from an earlier one" in said for said in warned())
 
 
 def test_a_checkpoint_without_a_file_does_not_count(checkpoints: Path) -> None:
     for step in (2, 3):
         (checkpoints / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    assert loop._last(checkpoints) == (None, None)
+    assert loop._last(checkpoints) is None

@@ -324,12 +324,10 @@ def test_code_that_config_json_names_elsewhere_is_replaced(results: Results, tmp
 
 
 def test_too_little_memory_is_said(
-    results: Callable[[str], Path], text: Path, sizes: dict[str, Any], tmp_path: Path, warned: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    plan = heal(results("mla"), tmp_path / "out", text=text, dry_run=True, **sizes).plan
-    run._say_memory(plan)
-    assert not warned()
+    converted: Path, text: Path, sizes: Sizes, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(converted, tmp_path / "out", text=text, **sizes)
     monkeypatch.setattr(run, "free_memory", lambda device: 10**3)
-    run._say_memory(plan)
-    assert "cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in warned()[0]
+    assert not any("GB free" in said for said in warned())
+    heal(converted, tmp_path / "again", text=text, **sizes)
+    assert any("cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in said for said in warned())
