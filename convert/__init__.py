@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from convert.api.facts import inspect, plan, refresh
     from convert.api.heals import heal
     from convert.api.sweeps import sweep
-    from convert.execute.conversion import Conversion, PlannedConversion
+    from convert.execute.describe import Conversion, PlannedConversion
     from convert.healing.describe import Healing, PlannedHealing
     from convert.sweeping import PlannedSweep, Sweep
 
@@ -22,7 +22,7 @@ _MODULES = {
     "api.facts": ("inspect", "plan", "refresh"),
     "api.heals": ("heal",),
     "api.sweeps": ("sweep",),
-    "execute.conversion": ("Conversion", "PlannedConversion"),
+    "execute.describe": ("Conversion", "PlannedConversion"),
     "healing.describe": ("Healing", "PlannedHealing"),
     "sweeping": ("PlannedSweep", "Sweep"),
 }

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.execute.checking import Sample, checked, written
-from convert.execute.conversion import Conversion
+from convert.execute.describe import Conversion, model_card, with_healing
 from convert.execute.job import Job
 from convert.execute.layers import convert_layers
 from convert.execute.manifest import loadable_manifest
-from convert.execute.provenance import model_card, with_healing
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.output.companions import write_own_text
@@ -77,7 +76,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         job = Job(plan, manifest, work, text, progress, statistics)
         with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)
-        work.keep()  # the weights are complete: whatever fails now, --resume goes on from them
+        work.kept = True  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
             healing = heal_result(plan, work, tokens, texts.unseen, progress, opened) if texts and tokens else None

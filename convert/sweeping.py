@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.converting import convert
-from convert.execute.conversion import PlannedConversion
+from convert.execute.describe import PlannedConversion
 from convert.launch import require_alone
 from convert.output.lock import exclusive
 from convert.output.writing import explained, watched
@@ -72,7 +72,14 @@ class PlannedSweep:
         return [one.as_dict() for one in self.conversions]
 
     def __str__(self) -> str:
-        return plans_text(self.plans)
+        rows, first = [], self.plans[0]
+        for plan in self.plans:
+            spec = plan.target.spec
+            before, after = plan.kv_bytes_per_token(spec)
+            rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
+        at = first.before.at_context(first.context)
+        shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))
+        return f"{shown}\n\nwould be written to {first.output.path.parent}, with a report"
 
 
 def sweep(
@@ -119,15 +126,3 @@ def sweep(
         with contextlib.suppress(OSError):
             (directory / _SURVEY).rmdir()
         return found
-
-
-def plans_text(plans: Sequence[Plan]) -> str:
-    """A planned sweep, one row per result."""
-    rows = []
-    for plan in plans:
-        spec = plan.target.spec
-        before, after = plan.kv_bytes_per_token(spec)
-        rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
-    at = plans[0].before.at_context(plans[0].context)
-    shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))
-    return f"{shown}\n\nwould be written to {plans[0].output.path.parent}, with a report"

@@ -11,7 +11,7 @@ from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
 from convert.converting import convert
-from convert.execute.conversion import Conversion, PlannedConversion
+from convert.execute.describe import Conversion, PlannedConversion
 from convert.hosts.engines import engine_of
 from convert.output.destination import Output
 from convert.planning.base import Request

@@ -10,7 +10,7 @@ from typing import Literal, Unpack, overload
 from convert import sweeping
 from convert.api.conversions import request_of
 from convert.arguments import options
-from convert.execute.conversion import PlannedConversion
+from convert.execute.describe import PlannedConversion
 from convert.planning.sizes import LatentSize
 from convert.planning.sweep import REPORT, plans_for
 from convert.sweeping import PlannedSweep, Sweep

@@ -1,4 +1,4 @@
-"""Chooses what all layers share before the first one changes: the frequencies that they keep, and the rank of each.
+"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies, and the rank of each.
 
 A choice is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
@@ -8,22 +8,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from attention.errors import Failure
 from attention.formats import format_named
 from attention.forward import attention_output
+from convert.calibration.stream import LayerStream
+from convert.calibration.survey import survey
+from convert.checkpoint.loading import empty_model
+from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
+from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice, LatentTarget
 from eval.terminal.progress import stage
 
 _SILENT = 1e-30  # the energy of an output that is nothing
 
 StatisticsOf = Callable[[int], Statistics]
+
+
+def surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
+    """Maps a layer to its statistics on the text, which are surveyed when they are first asked for."""
+    seen = text.surveyed()
+
+    @cache
+    def found() -> StatisticsOf:
+        spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
+        model, paths = empty_model(job.plan.source.config), job.plan.family
+        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.plan.runs_on)
+        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
+
+    return lambda layer: found()(layer)
 
 
 def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:

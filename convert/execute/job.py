@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from attention.record import Attention, FactoredAttention
+from attention.spec import AttentionSpec
 from convert.checkpoint.writer import require_finite
 from convert.execute.manifest import Manifest
 from convert.methods.statistics import Statistics
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
+from convert.planning.targets import Choice
 from eval.terminal.progress import Progress
 
 
@@ -28,6 +30,7 @@ class Job:
         text: The calibration text, if the plan calibrates.
         progress: Called with the progress of each stage.
         statistics_in: The directory for statistics of the source.
+        choice: What the text has chosen for all layers, once it has.
     """
 
     plan: Plan
@@ -36,6 +39,12 @@ class Job:
     text: CalibrationText | None
     progress: Progress
     statistics_in: Path
+    choice: Choice = field(default_factory=Choice)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The sizes of the result."""
+        return self.plan.sized(self.choice.ranks)
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""

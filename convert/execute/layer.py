@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -12,43 +11,28 @@ from attention.errors import Failure
 from attention.formats import Format
 from attention.forward import output_error
 from attention.record import Attention, FactoredAttention, Record
-from attention.spec import AttentionSpec
 from convert.calibration.refit import refitted
 from convert.execute.job import Job
-from convert.families import Family
 from convert.methods.balanced import balanced, balanced_heads
-from convert.methods.blocks import Blocks
 from convert.methods.latent import sized
 from convert.methods.portable_norm import behind_norm, with_constant_norm
 from convert.methods.statistics import Statistics
-from convert.planning.targets import Choice, GroupedTarget
+from convert.planning.targets import GroupedTarget
+from eval.inputs.sealed import Content
 
 _MEASURED = 1024  # tokens, on which the error of a layer's attention is measured
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 _EXACT = 4  # bits: queries are fitted to latents of so many or more without their rounding
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A converted layer, with the tensor names of the output class.
+def as_stored(job: Job, layer: int, source: dict[str, torch.Tensor], after: Record, errors: dict[str, float]) -> Content:
+    """A converted layer's tensors, by the names of the output class, and its note for conversion.json.
 
-    Attributes:
-        tensors: The tensors of its attention by name.
-        note: For conversion.json: its index, errors on the text, and the tensors that differ from those of the source.
+    The note has its index, its errors on the text, and the tensors that differ from those of the source.
     """
-
-    tensors: dict[str, torch.Tensor]
-    note: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, layout: Family, spec: AttentionSpec, index: int, source: dict[str, torch.Tensor], after: Record, **more: Any
-    ) -> Layer:
-        """Made from the result's layout and sizes, a layer's source tensors, and its record; the note includes `more`."""
-        tensors = layout.join(after, spec, index)
-        converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
-        note = {"layer": index, **more, "converted": converted}
-        return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
+    tensors = job.plan.layout.join(after, job.spec, layer)
+    converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
+    return {name: tensor.cpu() for name, tensor in tensors.items()}, {"layer": layer, **errors, "converted": converted}
 
 
 def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
@@ -57,12 +41,11 @@ def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
     return tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source)
 
 
-def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Statistics) -> Record:
+def changed(job: Job, before: Attention, layer: int, seen: Statistics) -> Record:
     """A layer's record after all steps that need no other layer.
 
     Args:
         job: The conversion.
-        choice: What its text has chosen.
         before: The source's layer.
         layer: Its index.
         seen: The statistics of its inputs.
@@ -74,7 +57,7 @@ def changed(job: Job, choice: Choice, before: Attention, layer: int, seen: Stati
             after = target.method.merge(before, target.spec.num_kv_heads, seen)
         return adapted(before, after, seen, target.rounding, job.shows_attention, refits)
     assert before.sinks is None, "no output class has a latent and sinks"
-    latent = target.method.factor(before, choice.allocation(target, job.plan.rotary, layer), seen)
+    latent = target.method.factor(before, job.choice.allocation(target, job.plan.rotary, layer), seen)
     if target.host.portable:
         assert seen.sample is not None, "the norm of a latent is fitted to text"
         latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
@@ -136,9 +119,9 @@ def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen:
     return after
 
 
-def error_of(before: Attention, after: Record, sample: Blocks | None) -> dict[str, float]:
+def error_of(job: Job, before: Attention, after: Record, seen: Statistics) -> dict[str, float]:
     """Measure the error of the attention's output on a part of the text; {} without one, or where it is not finite."""
-    if sample is None:
+    if seen.sample is None or not job.shows_attention:
         return {}
-    error = output_error(before, after, sample.spread(_MEASURED).to(before.k.device).blocks)
+    error = output_error(before, after, seen.sample.spread(_MEASURED).to(before.k.device).blocks)
     return {"output_error": error} if math.isfinite(error) else {}

@@ -5,31 +5,35 @@ It knows the order of the work, but no heads, names or formulas: those belong to
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from attention.errors import Failure
-from attention.spec import AttentionSpec
-from convert.calibration.stream import LayerStream
-from convert.calibration.survey import survey
-from convert.checkpoint.loading import empty_model, require_loadable
-from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import StatisticsOf, choose
+from convert.checkpoint.loading import require_loadable
+from convert.checkpoint.writer import write_index, write_shard
+from convert.execute.deciding import StatisticsOf, choose, surveyed
+from convert.execute.describe import provenance_of
 from convert.execute.job import Job
-from convert.execute.layer import Layer, changed, error_of
-from convert.execute.manifest import manifest_of, without_computed
-from convert.execute.provenance import provenance_of
+from convert.execute.layer import as_stored, changed, error_of
+from convert.execute.manifest import Manifest, Unit, manifest_of, without_computed
 from convert.execute.sequence import in_sequence
-from convert.execute.weights import MakeLayer, calibration_bytes, write_weights
+from convert.methods.latent import LatentMethod
+from convert.methods.statistics import SURVEYED
 from convert.methods.text import TextUse
-from convert.output.companions import copy_code, copy_companions, write_config
-from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
+from convert.output.companions import copy_code, copy_companions, name_tokenizer_class, tokenizer_class, write_config
+from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
-from convert.planning.targets import Choice, LatentTarget
+from convert.planning.targets import LatentTarget
 from eval.inputs.reader import Reader
+from eval.inputs.sealed import Content
+from eval.machine.device import trim_memory
+from eval.terminal.progress import Progress, stage
+
+MakeLayer = Callable[[int], Content]  # a layer's tensors and its note, by its index
 
 
 def convert_layers(job: Job) -> dict[str, Any]:
@@ -42,27 +46,26 @@ def convert_layers(job: Job) -> dict[str, Any]:
     try:
         shards = job.manifest.shards(plan.output.max_shard_size)
         needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
-        work.require_space(needed + (calibration_bytes(job, job.text) if job.text and needed else 0))
+        work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
-        choice, surveyed = Choice(), None
+        statistics = job.assumed
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
-            surveyed = _surveyed(job, job.text)
+            statistics = surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:
-            choice = choose(job, target, surveyed or job.assumed)
-        spec = plan.sized(choice.ranks)
-        if choice.ranks:
-            sized = target.host.sized(source.raw, plan.family, spec)
-            manifest = manifest_of(job.manifest.reader, plan.family, target.host, sized, plan.output.dtype, target.copies)
+            job = replace(job, choice=choose(job, target, statistics))
+        if job.choice.ranks:
+            sized = target.host.sized(source.raw, plan.family, job.spec)
+            manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = write_weights(work, job.manifest, shards, _layers(job, choice, spec, surveyed), job.progress)
-        write_config(work.path, plan.config(spec, choice.pairs), plan.output.dtype)
+        layers = _write_weights(work, job.manifest, shards, _layers(job, statistics), job.progress)
+        write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:
             name_tokenizer_class(work.path, named)
         written = source.beside(work.path)
         require_loadable(written.config, without_computed(plan.family, Reader(work.path)), "the result")
-        return provenance_of(job, choice, spec, layers, written.calibrated)
+        return provenance_of(job, layers, written.calibrated)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
@@ -70,31 +73,77 @@ def convert_layers(job: Job) -> dict[str, Any]:
         ) from None
 
 
-def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
-    """Maps a layer to its statistics on the text, which are surveyed when they are first asked for."""
-    seen = text.surveyed()
-
-    @cache
-    def found() -> StatisticsOf:
-        spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
-        model, paths = empty_model(job.plan.source.config), job.plan.family
-        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.plan.runs_on)
-        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
-
-    return lambda layer: found()(layer)
-
-
-def _layers(job: Job, choice: Choice, spec: AttentionSpec, surveyed: StatisticsOf | None) -> MakeLayer:
-    """Maps a layer's index to the converted layer; `spec` has the sizes of the result."""
+def _layers(job: Job, statistics: StatisticsOf) -> MakeLayer:
     if job.text and job.text.calibration.in_sequence:
-        return in_sequence(job, job.text, choice, spec)
-    layout, statistics = job.plan.layout, surveyed or job.assumed
+        return in_sequence(job, job.text)
 
-    def make(index: int) -> Layer:
+    def make(index: int) -> Content:
         tensors, before = job.read_layer(index)
         seen = statistics(index)
-        after = changed(job, choice, before, index, seen)
-        error = error_of(before, after, seen.sample if job.shows_attention else None)
-        return Layer.of(layout, spec, index, tensors, after, **error)
+        after = changed(job, before, index, seen)
+        return as_stored(job, index, tensors, after, error_of(job, before, after, seen))
 
     return make
+
+
+# ---- weight files ----------------------------------------------------------------------------------------------------
+
+
+def _calibration_bytes(job: Job, text: CalibrationText) -> int:
+    """Disk space that statistics, samples, the inputs of two layers at a time, and layers converted in sequence still take."""
+    plan, method = job.plan, job.plan.target.method
+    width = plan.source.decoder.hidden_size
+    needed = inputs = 2 * 4 * len(text.tokens.ids) * width
+    if isinstance(method, LatentMethod) or not text.calibration.in_sequence:  # the survey
+        sample = 2 * width * max(text.calibration.context, SURVEYED)
+        needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
+        if plan.reads_projections:  # queries, head by head
+            needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
+    if text.calibration.in_sequence:
+        converted = (unit for unit in job.manifest.units if unit.layer is not None)
+        needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
+    there = (file for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir())
+    return max(0, needed - sum(file.stat().st_size for file in there))
+
+
+def _write_weights(
+    work: Work, manifest: Manifest, shards: Mapping[str, list[Unit]], make_layer: MakeLayer, progress: Progress
+) -> list[dict[str, Any]]:
+    """Write every missing weight file, of the units that `shards` gives it.
+
+    Returns:
+        The note of each layer.
+    """
+    notes: list[dict[str, Any]] = []
+    with stage(progress, "convert", manifest.nbytes, "byte") as done:
+        for name, shard in shards.items():
+            note = work.done(name)
+            if note is not None:
+                done(sum(unit.nbytes for unit in shard))
+            else:
+                tensors, note = _fill(manifest.reader, shard, make_layer)
+                dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
+                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
+            notes += note
+    if len(shards) > 1:
+        contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
+        write_index(work.path, contents, manifest.nbytes)
+    return sorted(notes, key=lambda entry: entry["layer"])
+
+
+def _fill(reader: Reader, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """One shard's tensors (mapped if copied, else computed) and the notes of its layers."""
+    tensors: dict[str, torch.Tensor] = {}
+    notes = []
+    for unit in shard:
+        if unit.layer is None:
+            tensors |= unit.make(reader.__getitem__)
+            continue
+        converted, note = make_layer(unit.layer)
+        for name, info in unit.outputs.items():
+            found = converted[name].shape
+            assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
+        tensors |= converted
+        notes.append(note)
+        trim_memory()
+    return tensors, notes

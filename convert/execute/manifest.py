@@ -23,7 +23,6 @@ from eval.inputs.reader import Reader, TensorInfo
 
 if TYPE_CHECKING:
     from convert.families import Family
-    from convert.hosts import Host
 
 _NO_PLACE = "the output class has no place for it"
 
@@ -35,14 +34,14 @@ class Unit:
     Copying is the special case in which no name, place or shape changes.
 
     Attributes:
-        sources: The places of the source's tensors; without roles for an attention, which its family knows.
         outputs: The infos of the stored tensors by name.
+        sources: The places of the source's tensors; empty for an attention, whose tensors its family knows.
         places: The places of the outputs; empty for an attention.
         layer: The decoder layer, if the unit is its attention; else None.
     """
 
-    sources: tuple[Place, ...]
     outputs: dict[str, TensorInfo]
+    sources: tuple[Place, ...] = ()
     places: tuple[Place, ...] = ()
     layer: int | None = None
 
@@ -53,9 +52,7 @@ class Unit:
     @property
     def copies(self) -> bool:
         """Whether the outputs equal the sources, under the same or other names."""
-        before, after = (
-            [(p.roles, p.transposed, p.leading, p.offset) for p in places] for places in (self.sources, self.places)
-        )
+        before, after = ([replace(place, name="") for place in places] for places in (self.sources, self.places))
         return self.layer is None and before == after
 
     def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -123,7 +120,7 @@ def loadable_manifest(plan: Plan) -> Manifest:
     reader = source.reader(partial(class_names, source.config) if inside else family.renamed)
     _check_attention(family, reader)  # first, since its messages are more specific
     sized = host.sized(source.raw, family, spec)
-    manifest = manifest_of(reader, family, host, sized, plan.output.dtype, plan.target.copies)
+    manifest = manifest_of(plan, reader, sized)
     require_loadable(source.config, without_computed(family, reader), "the source")
     if not plan.target.copies:
         require_loadable(sized, manifest.infos, f"the {spec.kind} of it")
@@ -136,51 +133,43 @@ def without_computed(family: Family, reader: Reader) -> dict[str, TensorInfo]:
     return {n: info for n, info in reader.infos.items() if not (n.startswith(inside) and n.endswith(family.computed))}
 
 
-def manifest_of(reader: Reader, family: Family, host: Host, config: Any, dtype: str | None, copies: bool) -> Manifest:
+def manifest_of(plan: Plan, reader: Reader, config: Any) -> Manifest:
     """The manifest of a result.
 
     Args:
+        plan: Of the conversion.
         reader: Reads the source's tensors.
-        family: The source's family.
-        host: The output class.
         config: The result's config.
-        dtype: The dtype that floats are stored in; None keeps each tensor's own.
-        copies: Whether nothing changes.
 
     Raises:
         Failure: Tensors are missing that others need.
     """
-    layout, stored = host.layout(family), getattr(torch, dtype) if dtype else None
-    sized = layout.of(config)
+    family, layout, host, copies = plan.family, plan.layout, plan.target.host, plan.target.copies
+    stored, sized = getattr(torch, plan.output.dtype) if plan.output.dtype else None, layout.of(config)
     layer_of = {name: layer for layer in range(0 if copies else family.spec.num_layers) for name in family.shapes(layer)}
     tied_head = _repeated_head(family, reader) if _ties(family) else {}
-    units: list[Unit] = []
-    handled: set[int | tuple[str, ...]] = set()
+    made: dict[int | tuple[str, ...], Unit] = {}  # by the layer, or by the names of the outputs
     dropped: dict[str, str] = {}
     for name in reader.infos:
         layer = layer_of.get(name)
         if layer is not None:
-            if layer not in handled:
-                handled.add(layer)
-                units.append(_attention_unit(family, sized, layer, reader, stored))
+            if layer not in made:
+                made[layer] = _attention_unit(family, sized, layer, reader, stored)
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
         elif copies or (place := family.names.place(name)) is None:  # it stays as it is, if there is a place for it
             kept = name if copies or family is layout else layout.beside(name)
             if kept is not None:
-                units.append(
-                    Unit((Place(name, (name,)),), {kept: reader.infos[name].stored_as(stored)}, (Place(kept, (name,)),))
-                )
+                outputs = {kept: reader.infos[name].stored_as(stored)}
+                made[kept,] = Unit(outputs, (Place(name, (name,)),), (Place(kept, (name,)),))
             else:
                 dropped[name] = "the model computes it itself" if name.endswith(family.computed) else _NO_PLACE
         elif all(layout.names.holding(role) is None for role in place.roles):
             dropped[name] = _NO_PLACE
         else:
-            unit = _other_unit(family, layout, name, reader, stored)
-            key = tuple(sorted(unit.outputs))
-            if key not in handled:
-                handled.add(key)
-                units.append(unit)
+            unit = _other_unit(family, layout, place, reader, stored)
+            made.setdefault(tuple(sorted(unit.outputs)), unit)
+    units = [*made.values()]
     if host.portable and _ties(family) and (head := _own_head(layout, units)):
         units.append(head)
     written = {name for unit in units for name in unit.outputs}
@@ -232,7 +221,7 @@ def _attention_unit(family: Family, layout: Family, layer: int, reader: Reader, 
     source = {name: torch.empty(reader.infos[name].shape, dtype=reader.infos[name].dtype, device="meta") for name in names}
     dtypes, first = layout.dtypes(source, family, layer), source[names[0]].dtype
     outputs = {name: TensorInfo(shape, dtypes.get(name, first)).stored_as(stored) for name, shape in shapes}
-    return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
+    return Unit(outputs, layer=layer)
 
 
 def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
@@ -249,42 +238,27 @@ def _own_head(layout: Family, units: Sequence[Unit]) -> Unit | None:
     head, embedding = (layout.names.holding(f"{role}.weight") for role in ("head", "embedding"))
     assert head is not None, "a language model has a head"
     assert embedding is not None, "and an embedding"
-    written = {name: unit for unit in units for name in unit.outputs}
+    written = {place.name: (unit, place) for unit in units for place in unit.places}
     if head.name in written:
         return None
-    unit = written[embedding.name]
-    place = next(place for place in unit.places if place.name == embedding.name)
+    unit, place = written[embedding.name]
     return replace(unit, outputs={head.name: unit.outputs[embedding.name]}, places=(replace(place, name=head.name),))
 
 
-def _other_unit(family: Family, layout: Family, name: str, reader: Reader, stored: torch.dtype | None) -> Unit:
-    """The unit of all tensors that share roles with a tensor, in the source or in the result."""
-    sources, places = _connected(family, layout, name)
+def _other_unit(family: Family, layout: Family, first: Place, reader: Reader, stored: torch.dtype | None) -> Unit:
+    """The unit of all tensors that share roles with one, in the source or in the result, directly or through others."""
+    sources, places, roles = [first], list[Place](), set[str]()
+    while roles != (known := {role for place in (*sources, *places) for role in place.roles}):
+        roles = known
+        for there, names in ((sources, family.names), (places, layout.names)):
+            for place in map(names.holding, sorted(roles)):
+                if place is not None and place not in there:
+                    there.append(place)
     if missing := [place.name for place in sources if place.name not in reader.infos]:
-        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {name} needs", hint=OTHER_MODEL)
+        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {first.name} needs", hint=OTHER_MODEL)
     parts: dict[str, torch.Tensor] = {}
     for source in sources:
         parts |= source.split(torch.empty(reader.infos[source.name].shape, device="meta"))
     dtype = reader.infos[sources[0].name].dtype
     outputs = {place.name: TensorInfo(tuple(place.join(parts).shape), dtype).stored_as(stored) for place in places}
-    return Unit(tuple(sources), outputs, tuple(places))
-
-
-def _connected(family: Family, layout: Family, name: str) -> tuple[list[Place], list[Place]]:
-    """The places of the source and of the result that share roles with a tensor, directly or through others."""
-    first = family.names.place(name)
-    assert first is not None
-    sources, places = [first], list[Place]()
-    while True:
-        roles = {role for place in (*sources, *places) for role in place.roles}
-        there = {place.name for place in sources}, {place.name for place in places}
-        for role in sorted(roles):
-            source, place = family.names.holding(role), layout.names.holding(role)
-            if source is not None and source.name not in there[0]:
-                sources.append(source)
-                there[0].add(source.name)
-            if place is not None and place.name not in there[1]:
-                places.append(place)
-                there[1].add(place.name)
-        if {role for place in (*sources, *places) for role in place.roles} == roles and places:
-            return sources, places
+    return Unit(outputs, tuple(sources), tuple(places))

@@ -14,8 +14,7 @@ import torch
 
 from attention.auto import config_of
 from attention.encoded_forward import rounding_cache
-from attention.record import Attention, Record
-from attention.spec import AttentionSpec
+from attention.record import Record
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
@@ -24,61 +23,52 @@ from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
-from convert.execute.layer import Layer, changed, error_of
-from convert.methods.statistics import EXCERPT, Statistics
+from convert.execute.layer import as_stored, changed, error_of
+from convert.methods.statistics import EXCERPT
 from convert.planning.calibration import CalibrationText
-from convert.planning.targets import Choice
+from eval.inputs.sealed import Content
 from eval.terminal.progress import stage
 
 
-def in_sequence(job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> Callable[[int], Layer]:
+def in_sequence(job: Job, text: CalibrationText) -> Callable[[int], Content]:
     """Convert all layers.
 
     Args:
         job: The conversion; its work directory keeps finished layers.
         text: The calibration: whether to refit, and the number of refinement steps.
-        choice: What all layers share.
-        spec: The sizes of the result.
 
     Returns:
-        Maps a layer's index to the converted layer.
+        Maps a layer's index to its tensors and its note.
     """
-    shelf = Shelf(job.work.steps, "layer")
-    layers = job.plan.before.num_layers
-
-    def get(layer: int) -> Layer:
-        return Layer(*shelf.get(layer))
-
+    shelf, layers = Shelf(job.work.steps, "layer"), job.plan.before.num_layers
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
-        return get
-    pair = _Pair(job, text, choice, spec)
+        return shelf.get
+    pair = _Pair(job, text)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
             if shelf.has(layer):
-                converted = get(layer)
                 pair.teacher.advance(layer)
             else:
-                converted = pair.converted(layer)
-                shelf.put(layer, converted.tensors, converted.note)
+                shelf.put(layer, *pair.converted(layer))
             if layer + 1 < layers:
-                pair.student.advance(layer, weights=converted.tensors)
+                tensors, _ = shelf.get(layer)
+                pair.student.advance(layer, weights=tensors)
             done(1)
     for stream in (pair.teacher, pair.student):
         stream.discard()
-    return get
+    return shelf.get
 
 
 class _Pair:
     """The source (`teacher`) and the result (`student`), run over the same text. Arguments as of `in_sequence`."""
 
-    def __init__(self, job: Job, text: CalibrationText, choice: Choice, spec: AttentionSpec) -> None:
-        self._job, self._choice, self._spec, self._layout, self._how = job, choice, spec, job.plan.layout, text.calibration
-        plan, steps = job.plan, job.work.steps
-        config = config_of(plan.plain_config(spec, choice.pairs))
+    def __init__(self, job: Job, text: CalibrationText) -> None:
+        self._job, self._layout, self._how, plan, steps = job, job.plan.layout, text.calibration, job.plan, job.work.steps
+        config = config_of(plan.plain_config(job.spec, job.choice.pairs))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
-        cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, spec)
+        cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, job.spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on
         self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
         made = empty_model(config)
@@ -96,23 +86,18 @@ class _Pair:
             stream.embed()
         return 0
 
-    def converted(self, layer: int) -> Layer:
+    def converted(self, layer: int) -> Content:
         """The layer after all steps. The source has then run past it."""
         job = self._job
         tensors, source = job.read_layer(layer)
-        observed = self._observed(layer, source)
-        after = changed(job, self._choice, source, layer, observed)
-        error = error_of(source, after, observed.sample if job.shows_attention else None)
-        after, errors = self._fitted(layer, after)
-        return Layer.of(self._layout, self._spec, layer, tensors, after, **error, **errors)
-
-    def _observed(self, layer: int, attention: Attention) -> Statistics:
-        """Statistics of the inputs of the source's layer."""
-        portable = self._job.plan.target.host.portable
-        sample = sample_for(self.teacher.width, normed=portable) if self._how.refit else EXCERPT
-        moments = Moments(layer, self.teacher, attention, sample, self._job.shows_attention)
+        sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable) if self._how.refit else EXCERPT
+        moments = Moments(layer, self.teacher, source, sample, job.shows_attention)
         self.teacher.observe(layer, moments.see)
-        return moments.statistics()
+        observed = moments.statistics()
+        after = changed(job, source, layer, observed)
+        error = error_of(job, source, after, observed)
+        after, errors = self._fitted(layer, after)
+        return as_stored(job, layer, tensors, after, error | errors)
 
     def _fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
@@ -142,5 +127,5 @@ class _Pair:
 
     def _write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
         """The layer's attention in the result's layout, fp32."""
-        tensors = self._layout.join(record, self._spec, layer)
+        tensors = self._layout.join(record, self._job.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}

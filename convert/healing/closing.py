@@ -61,8 +61,8 @@ def heal_result(
         return None
     if (found := work.recall(_COURSE)) and all(checksum(work.path / name) == hash_ for name, hash_ in found["files"].items()):
         return dict(found["course"])
-    calibrated, judged = (one and _blocks(one, plan.calibration.context, context) for one in (text, unseen))
-    assert calibrated is not None
+    calibrated = _blocks(text, plan.calibration.context, context)
+    judged = None if unseen is None else _blocks(unseen, plan.calibration.context, context)
     if (count := len(calibrated.ids) // context) < _LEAST_BLOCKS:
         _log.warning(
             "the result is not healed: the text has %d blocks of %d tokens, and %d or more are needed",
@@ -99,12 +99,11 @@ def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
 
 
 def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
-    from convert.healing.costs import disk  # transformers' Trainer takes a second to import
-    from convert.healing.loop import train
+    from convert.healing.loop import train  # transformers' Trainer takes a second to import
 
     reader = Reader(work.path)
     if not any(work.training.iterdir()):
-        work.require_space(disk(plan))
+        work.require_space(plan.disk)
     outcome = train(plan, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
@@ -113,8 +112,7 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
             work.note(file, work.done(file), hash_)
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:
-            for parameter in student.requires_grad_(False).parameters():  # it has the weights that were written
-                parameter.grad = None
+            student.requires_grad_(False).zero_grad()  # it has the weights that were written
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
     course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}

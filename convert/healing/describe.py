@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
-from convert.healing.costs import held
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
-from convert.output.card import command_line, inherited_licence, metadata_of, render, stated_loading, stated_metadata
+from convert.output.card import command_line, inherited_licence, metadata_of, render, stated
 from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
 from eval.report.sections import loss_text
@@ -71,12 +70,12 @@ class PlannedHealing:
             "train": o.train,
             "lora_rank": plan.lora_rank,
             "checkpointing": o.checkpointing,
-            "memory_bytes": held(plan),
+            "memory_bytes": plan.memory(),
             "output": str(plan.output.path),
         }
 
     def __str__(self) -> str:
-        parts = {name: size / 1e9 for name, size in held(self.plan).items()}
+        parts = {name: size / 1e9 for name, size in self.plan.memory().items()}
         listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
         return "\n".join([*self._lines(), f"memory: {sum(parts.values()):.2f} GB ({listed}), and activations"])
 
@@ -203,7 +202,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     del options["converted"]
     return render(
         "healing.md.j2",
-        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
+        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=command_line("heal", plan.converted.reference, options),
@@ -212,6 +211,6 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
         bytes=provenance["kv_bytes_per_token"],
         rounding=plan.rounding,
         evaluation=provenance.get("evaluation"),
-        loading=stated_loading(provenance),
+        loading=stated(provenance, "loading"),
         calibrated=Calibrated.read(provenance),
     )

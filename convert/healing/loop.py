@@ -23,8 +23,8 @@ from convert.healing.loss import Distillation
 from convert.healing.plan import RATIO, HealPlan
 from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
-from convert.healing.trainable import Adapted, Trainable, compute_layers_again, trained
-from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, share, tracker
+from convert.healing.trainable import Adapted, Trainable, compute_layers_again
+from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, checkpoint_in, share, tracker
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
@@ -146,8 +146,8 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
     with opening(plan.teacher, kept, where) as teacher, opening(plan.converted, "float32", where) as student:
         for model in (teacher, student):
             pad_values(model.requires_grad_(False))
-        names, rank = trained(student, plan.names), plan.lora_rank
-        what = Trainable(student, names) if rank is None else Adapted(student, names, rank, plan.seed)
+        rank = plan.lora_rank
+        what = Trainable(student, plan.names) if rank is None else Adapted(student, plan.names, rank, plan.seed)
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
@@ -156,25 +156,24 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
 
 def _healed(plan: HealPlan, trainer: HealingTrainer, reader: Reader, progress: Progress) -> Outcome:
     """Choose a learning rate, and train until the steps are done or gain nothing any more."""
-    checkpoint, progressed = _last(trainer)
+    progressed = _last(Path(trainer.args.output_dir))
     if progressed is None:
-        start = _point(trainer, Point(0, 0, 0.0, None, *trainer.measure()))
+        start = _told(Point(0, 0, 0.0, None, *trainer.measure()))
         if start.kl <= _EXACT:
-            lost = f"{plan.converted.name} loses nothing: its KL to {plan.teacher.name} is {start.kl:.1e}"
-            _tell(trainer, logging.WARNING, lost)
+            _log.warning("%s loses nothing: its KL to %s is %.1e", plan.converted.name, plan.teacher.name, start.kl)
             return Outcome(Progressed(0.0, {}, [start]), start, {})
         progressed = Progressed(*_chosen(plan, trainer, start, progress), [start])
     if progressed.step < plan.steps and not progressed.is_stale:
-        trainer.add_callback(_Course(plan, trainer, progressed))
+        trainer.add_callback(_Course(plan, progressed))
         if plan.options.track is not None:
             trainer.add_callback(tracker(plan))
         with stage(progress, "heal", plan.tokens, "token") as done:
             done(progressed.curve[-1].tokens)
-            trainer.run(plan.steps, progressed.rate, done, checkpoint)
+            trainer.run(plan.steps, progressed.rate, done, progressed.step)
         trainer.remove_callback(_Course)
     if progressed.step < plan.steps:
-        stopped = f"stopped after step {progressed.step} of {plan.steps}"
-        _tell(trainer, logging.INFO, f"no gain since step {progressed.best.step}: {stopped}")
+        best, last = progressed.best.step, progressed.step
+        _log.info("no gain since step %d: stopped after step %d of %d", best, last, plan.steps)
     return _outcome(trainer, progressed, reader)
 
 
@@ -195,7 +194,7 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) ->
         kl, loss_nats = trainer.measure()
         if kl < start.kl:
             return Outcome(progressed, replace(best, kl=kl, loss_nats=loss_nats), rounded)
-    _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
+    _log.warning("healing gained nothing on held-out blocks: the weights stay as they are")
     return Outcome(progressed, start, {})
 
 
@@ -212,7 +211,12 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
         return rates[0], {}
     while rates:
         rate = rates.pop(0)
-        tried[rate] = _tried(plan, trainer, rate, progress)
+        try:
+            with stage(progress, "try rates", plan.trial_steps * plan.batch * plan.context, "token") as done:
+                trainer.run(plan.trial_steps, rate, done)
+                tried[rate], _ = trainer.measure()
+        except NotFinite:  # a rate that is far too high
+            tried[rate] = math.inf
         trainer.restore(weights)
         if not rates and len(tried) < plan.most_rates:  # nothing more, where others lie around the best
             beyond = {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}
@@ -226,18 +230,8 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
         )
     named = {f"{rate:.2e}": kl for rate, kl in tried.items() if kl < math.inf}
     listed = ", ".join(f"{name} (KL {kl:.4f})" for name, kl in named.items())
-    _tell(trainer, logging.INFO, f"learning rate {best:.2e} of {listed}")
+    _log.info("learning rate %.2e of %s", best, listed)
     return float(f"{best:.2e}"), named
-
-
-def _tried(plan: HealPlan, trainer: HealingTrainer, rate: float, progress: Progress) -> float:
-    """The KL on held-out blocks after a short training at this rate; infinite where it does not stay finite."""
-    try:
-        with stage(progress, "try rates", plan.trial_steps * plan.batch * plan.context, "token") as done:
-            trainer.run(plan.trial_steps, rate, done)
-            return trainer.measure()[0]
-    except NotFinite:  # a rate that is far too high
-        return math.inf
 
 
 def _largest(tried: dict[float, float]) -> float | None:
@@ -254,7 +248,6 @@ class _Course(TrainerCallback):  # type: ignore[misc]
     """Asks the Trainer for points of the curve, ends the training, and seals its checkpoints with the progress."""
 
     plan: HealPlan
-    trainer: HealingTrainer
     progressed: Progressed
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
@@ -269,15 +262,15 @@ class _Course(TrainerCallback):  # type: ignore[misc]
         losses = [one["loss"] for one in logged if "loss" in one]
         rate, tokens = self.progressed.rate * share(step - 1, self.plan.steps), step * self.plan.batch * self.plan.context
         point = Point(step, tokens, rate, sum(losses) / len(losses), metrics["eval_kl"], metrics["eval_loss_nats"])
-        self.progressed.curve.append(_point(self.trainer, point))
+        self.progressed.curve.append(_told(point))
         control.should_training_stop |= self.progressed.is_stale
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         if args.should_save:
-            new = _checkpoint(self.trainer, state.global_step)
-            _seal(new, self.progressed)
-            for old in new.parent.glob("checkpoint-*"):
-                if old not in (new, _checkpoint(self.trainer, self.progressed.best.step)):
+            last, best = (checkpoint_in(args.output_dir, step) for step in (state.global_step, self.progressed.best.step))
+            _seal(last, self.progressed)
+            for old in last.parent.glob("checkpoint-*"):
+                if old not in (last, best):
                     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -289,18 +282,15 @@ def _seal(checkpoint: Path, progressed: Progressed) -> None:
     seal(checkpoint / _SEAL, {"files": files, "progressed": asdict(progressed)})
 
 
-def _last(trainer: HealingTrainer) -> tuple[Path | None, Progressed | None]:
-    """The last checkpoint that is whole, beside that of its best point, and its progress."""
-    steps = (int(path.name.split("-")[1]) for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
-    for checkpoint in (_checkpoint(trainer, step) for step in sorted(steps, reverse=True)):
-        if not (checkpoint / _SEAL).exists():
-            continue  # a run was stopped while it wrote it
+def _last(directory: Path) -> Progressed | None:
+    """The progress at the last checkpoint that is whole, beside that of its best point."""
+    steps = (int(seal.parent.name.split("-")[1]) for seal in directory.glob(f"checkpoint-*/{_SEAL}"))
+    for checkpoint in (checkpoint_in(directory, step) for step in sorted(steps, reverse=True)):
         progressed = _unsealed(checkpoint)
-        if progressed and (progressed.best.step == 0 or _unsealed(_checkpoint(trainer, progressed.best.step))):
-            return checkpoint, progressed
-        damaged = f"{checkpoint} is damaged, so training goes on from an earlier one, or begins again"
-        _tell(trainer, logging.WARNING, damaged)
-    return None, None
+        if progressed and (not progressed.best.step or _unsealed(checkpoint_in(directory, progressed.best.step))):
+            return progressed
+        _log.warning("%s is damaged, so training goes on from an earlier one, or begins again", checkpoint)
+    return None
 
 
 def _unsealed(checkpoint: Path) -> Progressed | None:
@@ -315,18 +305,7 @@ def _unsealed(checkpoint: Path) -> Progressed | None:
     return Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])
 
 
-def _checkpoint(trainer: HealingTrainer, step: int) -> Path:
-    return Path(trainer.args.output_dir, f"checkpoint-{step}")
-
-
-def _point(trainer: HealingTrainer, point: Point) -> Point:
-    """The point, once it is told."""
-    measured = f"KL {point.kl:.4f}, {point.loss_nats:+.4f} nats over the teacher on held-out blocks"
-    _tell(trainer, logging.INFO, f"step {point.step}: {measured}")
+def _told(point: Point) -> Point:
+    said = "step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks"
+    _log.info(said, point.step, point.kl, point.loss_nats)
     return point
-
-
-def _tell(trainer: HealingTrainer, level: int, message: str) -> None:
-    """Log a message, if this is the process that does."""
-    if trainer.args.should_save:
-        _log.log(level, message)

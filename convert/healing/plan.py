@@ -7,10 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from attention.encoded_forward import require_cache
 from attention.errors import Refusal
 from attention.formats import Format, rounding_of
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from convert.checkpoint.loading import empty_model
 from convert.families import Family
 from convert.healing.weights import held_parameters
@@ -20,7 +23,8 @@ from convert.planning.base import location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts
-from eval.machine.device import require_device
+from eval.machine.capacity import count_parameters
+from eval.machine.device import compute_device, require_device
 from eval.quality.origin import stated_cache
 
 _TOKENS = 20_000_000  # to train on
@@ -38,6 +42,9 @@ _TRIALS = 0.2  # share of all steps that trials may take together
 # nats, and those with 7 billion a quarter (docs/healing.md). Between and below, the rate follows 1 / width.
 _STARTS = ((1.0, 8e-5), (0.2, 3e-5), (0.0, 1e-5))  # of a loss in nats upwards
 _WIDTH = 2048  # of the models that these are of
+_FP32 = 4
+_PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
+_KEPT = 9  # fp32 numbers on disk for each: it and its moments in the last checkpoint, in the best, and in the one being written
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,33 @@ class HealPlan:
         middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.lora_rank is None else _LORA_RATE)
         return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
 
+    def memory(self, parts: int = 1) -> dict[str, int]:
+        """Bytes of what is held all the time; what autograd keeps of a forward pass comes on top.
+
+        Args:
+            parts: How many processes the weights are divided among.
+        """
+        kept = "float32" if compute_device(self.device).type == "cpu" else self.teacher.dtype
+        return {
+            "student": _FP32 * sum(parameter.numel() for parameter in self.model.parameters()) // parts,
+            "teacher": dtype_bytes(kept) * count_parameters(self.teacher.config) // parts,
+            "training": _FP32 * _PER_WEIGHT * self._trained // parts,
+        }
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk while it runs, besides the result."""
+        return _FP32 * _KEPT * self._trained
+
+    @property
+    def _trained(self) -> int:
+        """How many numbers train."""
+        rank, shapes = self.lora_rank, {name: self.model.get_parameter(name).shape for name in self.names}
+        return sum(
+            rank * sum(shape) if rank is not None and is_matrix(self.model, name) else shape.numel()
+            for name, shape in shapes.items()
+        )
+
     def recipe(self) -> dict[str, Any]:
         """The options by which `convert run` repeats it in any directory; OUTPUT is left out."""
         o = self.options
@@ -245,6 +279,12 @@ def named(model: Any, family: Family, layers: int, part: str) -> tuple[str, ...]
     norms = [norm.name.removesuffix(".weight") for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
     inside = tuple(f"{module}." for module in (*map(family.module, range(layers)), *norms))
     return tuple(name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside))
+
+
+def is_matrix(model: Any, name: str) -> bool:
+    """Whether a parameter is the matrix of a linear module."""
+    module, _, part = name.rpartition(".")
+    return part == "weight" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
 
 
 def _require_tracker(name: str) -> None:

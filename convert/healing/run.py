@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from convert.healing.costs import disk, say_memory
 from convert.healing.describe import Healing, card, provenance_of
 from convert.healing.loop import train
 from convert.healing.plan import HealPlan
-from convert.healing.team import agreed, computes_in, join
+from convert.healing.team import agreed, computes_in, join, shards
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files
-from convert.launch import is_first
+from convert.launch import is_first, launched_count
 from convert.output.destination import versions, without_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import Work, writing
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import Reader
 from eval.inputs.text import Text
-from eval.machine.device import compute_device
+from eval.machine.device import compute_device, free_memory
 from eval.quality.evaluation import prepare
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
@@ -90,19 +89,26 @@ def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) 
     reader = Reader(plan.converted.files)
     there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
     if there:
-        work.keep()  # checkpoints of an earlier run outlive whatever fails in this one
-    work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
+        work.kept = True  # checkpoints of an earlier run outlive whatever fails in this one
+    work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, plan.disk - there))
     if plan.converted.code_note:
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = texts.written(work, progress)
-    say_memory(plan)
-    with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY):
+    device = compute_device(plan.device)
+    needed, free = sum(plan.memory(launched_count() if shards() else 1).values()), free_memory(device)
+    _log.info("takes %.1f GB of memory on %s, and activations", needed / 1e9, device)
+    if needed > free:
+        _log.warning(
+            "%s has %.1f GB free, and healing takes %.1f GB without activations; less with --train lora",
+            device, free / 1e9, needed / 1e9,
+        )  # fmt: skip
+    with work.kept_without_memory(device, _LESS_MEMORY):
         agreed(work.training)
         try:
             outcome = train(plan, text, reader, work.training, progress)
         finally:
             if any(work.training.iterdir()):
-                work.keep()
+                work.kept = True
     dict(write_files(work.path, reader, outcome.weights, progress))
     calibrated = write_beside(work.path, plan.converted, plan.context if outcome.weights else 0)
     return provenance_of(plan, texts.facts, text, outcome) | (calibrated.as_dict() if calibrated else {})

@@ -5,6 +5,7 @@ Under FSDP 2, each holds a part of every tensor.
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attention.errors import Interrupted, Refusal
 from convert.healing.plan import HealPlan
-from convert.launch import launched_count
+from convert.launch import is_first, launched_count
 from eval.machine.device import compute_device, out_of_memory, rough
 
 _PATIENCE = timedelta(days=1)  # others wait while the first process writes a text
@@ -38,7 +39,7 @@ def computes_in(plan: HealPlan) -> torch.dtype:
 
 
 def join(plan: HealPlan) -> None:
-    """Meet the other processes, if there are any.
+    """Meet the other processes, if there are any. The first one warns and informs from here on.
 
     Raises:
         Refusal: They cannot share its steps, or were launched in a way that healing does not support.
@@ -59,6 +60,8 @@ def join(plan: HealPlan) -> None:
                 f"{count} processes cannot share steps of {plan.batch} blocks of {plan.context} tokens",
                 hint=f"give --batch-tokens {count * plan.context} or a multiple of it",
             )
+        if not is_first():
+            logging.getLogger("kvfold").setLevel(logging.ERROR)
         PartialState(cpu=compute_device(plan.device).type == "cpu", timeout=_PATIENCE)
 
 

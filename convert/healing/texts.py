@@ -6,7 +6,6 @@ the seed and the step alone, so that a resumed run sees what the first one would
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -105,12 +104,11 @@ class TrainingText:
 
         Texts take turns. Each gives all of its blocks in random order, then all in another order, and so on.
         """
-        order = torch.empty(count, dtype=torch.int64)
-        for index in range(count):
-            number, text = divmod(index, len(self.parts))
-            again, among = divmod(number, len(self.parts[text]))
-            order[index] = self.parts[text][_order(len(self.parts[text]), seed, again)[among]]
-        return order
+        each, orders = -(-count // len(self.parts)), list[torch.Tensor]()
+        for part in self.parts:
+            turns = [part[_shuffled(len(part), seed, turn)] for turn in range(-(-each // len(part)))]
+            orders.append(torch.cat(turns)[:each])
+        return torch.stack(orders, 1).flatten()[:count]
 
     def passes(self, steps: int, size: int) -> float:
         """How often steps of `size` blocks go over the text, or over that of several which they see most often."""
@@ -126,10 +124,8 @@ def held_out(blocks: int, context: int, wanted: int) -> int:
     return max(1, found, min(-(-_LEAST_HELD_OUT // context), blocks // _SPARED))
 
 
-@functools.lru_cache(maxsize=16)
-def _order(count: int, seed: int, turn: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + turn)
-    return list(map(int, torch.randperm(count, generator=generator)))
+def _shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + turn))
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ class TrainingTexts:
             device, hint = compute_device(self.plan.device), "give another --text FILE"
             own = own_text(self.plan.teacher, rows, context, self.plan.seed + _SEED, device, work.steps, progress, hint)
             write_own_text(work.path, own)
-            work.keep()  # it may have taken hours
+            work.kept = True  # it may have taken hours
             text = self._with_own(own)
         if (tokens := len(text.held_out) * context) < _LEAST_HELD_OUT:
             _log.warning(

@@ -7,14 +7,14 @@ the zeros beside them: a latent behind a norm that is no longer neutral would be
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from convert.families.neutral import constant_channels, is_query_latent
+from convert.healing.plan import is_matrix
 from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name
@@ -25,17 +25,18 @@ class Trainable:
     """Parameters of a student.
 
     Args:
-        student: On any device; these of its parameters require gradients from here on.
-        names: Their names.
+        student: On any device, with its weights; these of its parameters require gradients from here on.
+        names: Their names. Those of which nothing may change do not train.
 
     Attributes:
         fixed: For those with values that must stay: true where they must.
     """
 
-    def __init__(self, student: Any, names: Collection[str]) -> None:
+    def __init__(self, student: Any, names: Iterable[str]) -> None:
         self._student, self.fixed = student, fixed(student)
+        self._names = [name for name in names if name not in self.fixed or not bool(self.fixed[name].all())]
         for name, parameter in student.named_parameters():
-            parameter.requires_grad_(name in names)
+            parameter.requires_grad_(name in self._names)
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the checkpoint, by its class's names, for whole values of what trains. Every process calls this."""
@@ -58,11 +59,11 @@ class Adapted(Trainable):
         seed: For A; B begins as zeros.
     """
 
-    def __init__(self, student: Any, names: Collection[str], rank: int, seed: int) -> None:
+    def __init__(self, student: Any, names: Iterable[str], rank: int, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
 
-        self._student, stay = student, fixed(student)
-        matrices = [name for name in names if is_matrix(student, name)]
+        super().__init__(student, names)
+        stay, matrices = self.fixed, [name for name in self._names if is_matrix(student, name)]
         self._modules = [name.removesuffix(".weight") for name in matrices]
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=self._modules), student)
         generator = torch.Generator().manual_seed(seed)
@@ -73,7 +74,7 @@ class Adapted(Trainable):
             unread = ~(base.weight.mT if base.fan_in_fan_out else base.weight).any(0)  # channels of zeros stay so
             with torch.no_grad():  # peft's distribution, the same in all processes and runs
                 first.copy_(drawn.to(first.device).masked_fill(unread, 0))
-        self._outside = {self._inside(name): name for name in names if name not in matrices}
+        self._outside = {self._inside(name): name for name in self._names if name not in matrices}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in self._outside or "lora_" in name)
         self.fixed = {inside: stay[name] for inside, name in self._outside.items() if name in stay} | {
@@ -106,18 +107,6 @@ class Adapted(Trainable):
     def _thin(module: str) -> tuple[str, str]:
         """The names of A `[rank, in]` and B `[out, rank]`."""
         return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
-
-
-def is_matrix(model: Any, name: str) -> bool:
-    """Whether a parameter is the matrix of a linear module."""
-    module, _, part = name.rpartition(".")
-    return part == "weight" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
-
-
-def trained(model: Any, names: Iterable[str]) -> list[str]:
-    """Of these names, the parameters to train: not those of which nothing may change. The model has its weights."""
-    still = fixed(model)
-    return [name for name in names if name not in still or not bool(still[name].all())]
 
 
 def fixed(model: Any) -> dict[str, torch.Tensor]:

@@ -82,14 +82,14 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
             name: part(like(mask, self._weights[name])) for name, mask in what.fixed.items() if name in self._weights
         }
 
-    def run(self, steps: int, rate: float, done: Callable[[int], object], checkpoint: Path | None = None) -> None:
+    def run(self, steps: int, rate: float, done: Callable[[int], object], begun: int = 0) -> None:
         """Take steps from the weights as they are, or from a checkpoint on.
 
         Args:
             steps: How many, over which the schedule goes.
             rate: The learning rate after warm-up.
             done: Called with the tokens of each step.
-            checkpoint: Where to go on.
+            begun: Those of them that a checkpoint has, to go on from.
 
         Raises:
             NotFinite: Gradients are not finite.
@@ -98,7 +98,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self.args.gradient_accumulation_steps = -(-self.plan.batch // self.args.world_size // self.plan.micro_batch)
         reshard(self.model)
         try:
-            self.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            self.train(resume_from_checkpoint=str(checkpoint_in(self.args.output_dir, begun)) if begun else None)
         except RuntimeError as error:
             if _NO_SPACE in str(error):
                 raise OSError(f"cannot write to {self.args.output_dir}: {str(error).splitlines()[0][:160]}") from error
@@ -173,7 +173,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         """The weights of the checkpoint to write, by its class's names, as they were after a step; fp32 in main memory."""
         self.accelerator.wait_for_everyone()  # the first process has saved them
         reshard(self.model)
-        return self._what.written(load_file(Path(self.args.output_dir, f"checkpoint-{step}", WEIGHTS)))
+        return self._what.written(load_file(checkpoint_in(self.args.output_dir, step) / WEIGHTS))
 
     def put(self, written: Mapping[str, torch.Tensor]) -> None:
         """Let the student compute with weights of the checkpoint. It does not train after that."""
@@ -292,6 +292,11 @@ def tracker(plan: HealPlan) -> Any:
                 ) from error
 
     return Tracker
+
+
+def checkpoint_in(directory: str | Path, step: int) -> Path:
+    """The checkpoint after a step, as the Trainer names it."""
+    return Path(directory, f"checkpoint-{step}")
 
 
 def share(step: int, steps: int) -> float:

@@ -10,10 +10,12 @@ from typing import Any
 
 from eval.terminal.escapes import markdown, shell_line
 
-# What conversion.json says of loading: the types by their keys, and the keys of an engine.
-_LOADING = {"model_type": str, "needs_code": bool, "opened_by": str, "arguments": dict, "engines": list, "remarks": list}
+# Entries of conversion.json: the types by their keys, and the keys of an engine.
+_STATED: dict[str, dict[str, Any]] = {
+    "loading": {"model_type": str, "needs_code": bool, "opened_by": str, "arguments": dict, "engines": list, "remarks": list},
+    "metadata": dict.fromkeys(("base_model", "library_name", "pipeline_tag", "license"), str | list | None) | {"tags": list},
+}
 _ENGINE = {"name", "objection", "command"}
-_METADATA = {"base_model", "library_name", "pipeline_tag", "tags", "license"}
 
 
 def render(template: str, metadata: Mapping[str, Any], **data: Any) -> str:
@@ -74,23 +76,15 @@ def inherited_licence(directory: Path) -> Any:
     return licence if all(isinstance(name, str) and name.isprintable() for name in names) else None
 
 
-def stated_loading(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What conversion.json says of loading and serving a checkpoint; None if it is not as conversions write it."""
-    loading = provenance.get("loading")
-    if not isinstance(loading, dict) or loading.keys() != _LOADING.keys():
+def stated(provenance: Mapping[str, Any], entry: str) -> dict[str, Any] | None:
+    """What conversion.json says of "loading", or to the Hub ("metadata"); None if it is not as conversions write it."""
+    found, kinds = provenance.get(entry), _STATED[entry]
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
         return None
-    if not all(isinstance(loading[key], kind) for key, kind in _LOADING.items()):
+    if not all(isinstance(found[key], kind) for key, kind in kinds.items()):
         return None
-    named = all(isinstance(engine, dict) and engine.keys() == _ENGINE for engine in loading["engines"])
-    return loading if named else None
-
-
-def stated_metadata(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What conversion.json says to the Hub; None if it is not as conversions write it."""
-    found = provenance.get("metadata")
-    if not isinstance(found, dict) or found.keys() != _METADATA or not isinstance(found["tags"], list):
-        return None
-    return found if all(isinstance(value, str | list | None) for value in found.values()) else None
+    named = all(isinstance(engine, dict) and engine.keys() == _ENGINE for engine in found.get("engines", []))
+    return found if named else None
 
 
 def command_line(command: str, model: str, options: Mapping[str, Any]) -> str:

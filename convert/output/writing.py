@@ -132,7 +132,7 @@ class Work:
         steps: The directory of finished steps.
         training: The directory of a training's states.
         provenance: The content of conversion.json, once the checkpoint is complete.
-        kept: Whether the directory stays for `--resume` after a failure.
+        kept: Whether the directory stays for `--resume` after a failure, which is then not due to the data.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Work:
         begun = read_object(self._root / INPUTS) if self._given.resume else None
         if begun not in (None, self._inputs):
             if not self._given.overwrite:
-                self.keep()  # it is not this run's
+                self.kept = True  # it is not this run's
                 raise Refusal(
                     f"{self._root} was begun with other settings: {_changes(begun or {}, self._inputs)}",
                     hint="repeat the first command with --resume, or start again with --overwrite",
@@ -201,10 +201,6 @@ class Work:
         sync_directory(self._root)
         sync_directory(self._root.parent)
 
-    def keep(self) -> None:
-        """From now on, leave the directory for `--resume` even after a failure, which is then not due to the data."""
-        self.kept = True
-
     @contextlib.contextmanager
     def kept_without_memory(self, device: Any, hint: str) -> Iterator[None]:
         """Turn a lack of memory on a device, in the block, into `Failure`; the directory stays for `--resume`."""
@@ -215,7 +211,7 @@ class Work:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            self.keep()
+            self.kept = True
             raise Failure(f"no memory left on {device}: {' '.join(str(error).split())[:120]}", hint=hint) from None
 
     def done(self, shard: str) -> Any | None:
@@ -256,7 +252,7 @@ class Work:
         if needed <= free:
             return
         if resumable := any(any(part.iterdir()) for part in (self.steps, self.training)):
-            self.keep()
+            self.kept = True
         raise Failure(
             f"no space: {self._root.parent} has {free / 1e9:.3f} GB free, the conversion needs {needed / 1e9:.3f} GB",
             hint="free some, then use --resume" if resumable else "free some, or choose an OUTPUT on another disk",
@@ -294,7 +290,7 @@ class Work:
             Failure: Something is there that may not be replaced: it has appeared or changed since this run began.
         """
         sync_tree(self.path)
-        self.keep()
+        self.kept = True
         if self._replaceable and _content(self._output) == self._replaceable:
             shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # left by a run that was stopped at this point
             self._output.rename(self._root / _REPLACED)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from written import Convert, Find, Logits, Make, edit, left_nothing, ok, read, refused, same_but_for_the_run, stop_at, weights
 
 from attention.spec import AttentionSpec
-from convert.execute import weights as writer
+from convert.execute import layers as writer
 from convert.output.evaluation import _formats
 from eval import evaluate
 from eval.inputs.source import Source

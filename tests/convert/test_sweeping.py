@@ -166,7 +166,7 @@ def times_of(directory: Path) -> dict[str, int]:
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     place: str, how: BaseException, swept: Finished, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import convert.execute.weights as execute
+    import convert.execute.layers as execute
 
     within, evaluating = (execute, "write_shard", 3), (module, "report_of", 1)
     source, out, command = swept.source, tmp_path / "out", swept.command

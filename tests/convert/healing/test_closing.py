@@ -15,7 +15,7 @@ from written import Make, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import gqa, heal, mla, mqa, sweep
-from convert.execute.conversion import Conversion
+from convert.execute.describe import Conversion
 from convert.healing import closing, loop
 from convert.healing.trainer import HealingTrainer
 from eval import evaluate

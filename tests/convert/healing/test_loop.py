@@ -40,8 +40,6 @@ def test_four_points_that_are_no_better_end_it(found: list[float], stale: bool) 
 class Trainer:
     """One that loses so many nats at a rate, and restores its weights between rates."""
 
-    args = SimpleNamespace(should_save=True)
-
     def __init__(self, loses: Callable[[float], float]) -> None:
         self.loses, self.rate, self.steps = loses, 0.0, list[int]()
 
@@ -106,37 +104,38 @@ def test_rates_at_which_nothing_is_finite_do_not_count() -> None:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Any:
-    """With a checkpoint after steps 2, which is the best, and 3."""
+def checkpoints(tmp_path: Path) -> Path:
+    """After steps 2, which is the best, and 3."""
     for step, kl in ((2, (1.0, 0.9, 0.5)), (3, (1.0, 0.9, 0.5, 0.6))):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         for name, content in FILES.items():
             (checkpoint / name).write_bytes(content)
         loop._seal(checkpoint, Progressed(3e-3, {"3.00e-03": 0.9}, curve(*kl)))
-    return SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), should_save=True))
+    return tmp_path
 
 
-def test_the_last_checkpoint_counts_with_its_progress(trainer: Any, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-10").mkdir()  # a run was stopped while it wrote it
+def test_the_last_checkpoint_counts_with_its_progress(checkpoints: Path) -> None:
+    (checkpoints / "checkpoint-10").mkdir()  # a run was stopped while it wrote it
     expected = Progressed(3e-3, {"3.00e-03": 0.9}, curve(1.0, 0.9, 0.5, 0.6))
-    assert loop._last(trainer) == (tmp_path / "checkpoint-3", expected)
+    assert loop._last(checkpoints) == expected
 
 
 @pytest.mark.parametrize("name", [*FILES, "sealed.json"])
 @pytest.mark.parametrize(("damaged", "left"), [(3, 2), (2, None)], ids=["the last", "the best"])
 def test_a_damaged_checkpoint_does_not_count(
-    name: str, damaged: int, left: int | None, trainer: Any, tmp_path: Path, warned: Callable[[], list[str]]
+    name: str, damaged: int, left: int | None, checkpoints: Path, warned: Callable[[], list[str]]
 ) -> None:
-    file = tmp_path / f"checkpoint-{damaged}" / name
+    file = checkpoints / f"checkpoint-{damaged}" / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert loop._last(trainer)[0] == (left and tmp_path / f"checkpoint-{left}")
+    found = loop._last(checkpoints)
+    assert (found and found.step) == left
     assert any("checkpoint-3 is damaged, so training goes on from an earlier one" in said for said in warned())
 
 
-def test_a_checkpoint_without_a_file_does_not_count(trainer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_file_does_not_count(checkpoints: Path) -> None:
     for step in (2, 3):
-        (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    assert loop._last(trainer) == (None, None)
+        (checkpoints / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    assert loop._last(checkpoints) is None

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from written import weights
 
 from attention.errors import Refusal
 from convert import heal, mqa
+from convert.checkpoint.loading import empty_model
 from convert.healing.plan import start_rate
 
 Results = Callable[[str], Path]
@@ -108,3 +110,16 @@ def test_the_format_is_that_of_the_conversion_unless_another_is_given(
     assert planned(converted).cache_dtype == "float32"
     assert planned(results("int2")).cache_dtype == planned(results("int2")).recipe()["cache_dtype"] == "int2"
     assert planned(results("int2"), cache_dtype="float32").rounding is None
+
+
+def test_memory_counts_weights_by_what_is_kept_of_them(results: Results, planned: Callable[..., Any]) -> None:
+    plan = planned(results("mla"))
+    named = dict(empty_model(plan.converted.config).named_parameters())
+    attention = sum(p.numel() for name, p in named.items() if "self_attn" in name or "input_layernorm" in name)
+    found = plan.memory()
+    assert found["student"] == 4 * sum(p.numel() for p in named.values())
+    assert found["training"] == 20 * attention
+    assert plan.memory(2)["training"] == 10 * attention
+    thin = replace(plan, options=replace(plan.options, train="lora", lora_rank=2)).memory()["training"]
+    assert 0 < thin < found["training"] / 4
+    assert found["teacher"] == 4 * sum(p.numel() for p in empty_model(plan.teacher.config).parameters())

@@ -18,6 +18,7 @@ from written import Convert, Logits, constants_stay, edit, refused, same_but_for
 from attention.errors import Failure, Interrupted
 from attention.models import AUTO_MAP, CODE
 from convert import Healing, heal
+from convert.healing import run
 from convert.healing.plan import start_rate
 from convert.healing.trainer import HealingTrainer, share
 from convert.healing.weights import write_beside
@@ -320,3 +321,13 @@ def test_code_that_config_json_names_elsewhere_is_replaced(results: Results, tmp
     write_beside(tmp_path, Source.parse(str(path)), 0)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert all((tmp_path / file.name).read_bytes() == file.read_bytes() for file in CODE)
+
+
+def test_too_little_memory_is_said(
+    converted: Path, text: Path, sizes: Sizes, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(converted, tmp_path / "out", text=text, **sizes)
+    monkeypatch.setattr(run, "free_memory", lambda device: 10**3)
+    assert not any("GB free" in said for said in warned())
+    heal(converted, tmp_path / "again", text=text, **sizes)
+    assert any("cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in said for said in warned())

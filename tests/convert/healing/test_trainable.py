@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from attention.reference import latent_attention
 from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
 from convert.healing.plan import named
-from convert.healing.trainable import Adapted, compute_layers_again, fixed, trained
+from convert.healing.trainable import Adapted, Trainable, compute_layers_again, fixed
 from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
 LAYER = "model.layers.0.self_attn."
 IDS = torch.arange(4, 60).view(2, 28)
 Results = Callable[[str], Path]
+
+
+def trained(model: Any, names: Iterable[str]) -> list[str]:
+    Trainable(model, names)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def latent_model(**changes: Any) -> Any:

@@ -15,7 +15,7 @@ from convert.families import family_of
 from convert.healing.loss import Distillation
 from convert.healing.plan import named
 from convert.healing.texts import TrainingText
-from convert.healing.trainable import Trainable, compute_layers_again, fixed, trained
+from convert.healing.trainable import Trainable, compute_layers_again, fixed
 from convert.healing.trainer import HealingTrainer, NotFinite, share
 from eval.inputs.text import Tokens
 
@@ -27,7 +27,7 @@ def text(vocabulary: int = 96) -> TrainingText:
 
 
 def trainer(student: Any, teacher: Any, directory: Path, micro_batch: int = 2) -> HealingTrainer:
-    names = trained(student, named(student, family_of(student.config.model_type).of(student.config), 3, "attention"))
+    names = named(student, family_of(student.config.model_type).of(student.config), 3, "attention")
     what = Trainable(student.requires_grad_(False), names)
     module = Distillation(student, teacher.requires_grad_(False), VOCABULARY)
     plan: Any = SimpleNamespace(

@@ -13,8 +13,7 @@ from written import Convert, Find, Make, edit, ok, read
 
 from attention.errors import Failure
 from convert.output import tokenizer
-from convert.output.companions import copy_companions, write_config
-from convert.output.tokenizer import tokenizer_class
+from convert.output.companions import copy_companions, tokenizer_class, write_config
 from eval.inputs.source import Source
 
 

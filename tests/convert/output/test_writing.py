@@ -73,7 +73,7 @@ def make(
         work.note(SHARD, [{"layer": 0}], shard(work))
         (work.path / "config.json").write_text('{"model_type": "llama"}')
         if kept:
-            work.keep()
+            work.kept = True
         meanwhile()
         return work.complete({"kvfold": "", "recipe": {}}, "a card")
 

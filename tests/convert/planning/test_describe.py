@@ -14,7 +14,7 @@ from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
 from convert import plan
-from convert.execute.conversion import Conversion, PlannedConversion, _check_lines
+from convert.execute.describe import Conversion, PlannedConversion, _measured
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
@@ -22,7 +22,7 @@ from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import capacity, inspection, support, support_text
 from convert.planning.texts import texts_of
-from convert.sweeping import plans_text
+from convert.sweeping import PlannedSweep
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
@@ -180,7 +180,7 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
     heads = grouped(source(), output)
     assert str(Conversion(heads, {})).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
-    table = plans_text([heads, latent])
+    table = str(PlannedSweep([PlannedConversion(heads), PlannedConversion(latent)]))
     assert "GQA-2" in table
     assert "MLA-12+8" in table
 
@@ -207,7 +207,7 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
     assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
     assert NOTE in text
     assert (heads.as_dict()["kv_bytes_per_token_after"], heads.as_dict()["kv_context"]) == (166, 128)
-    assert "KV bytes/token at 128 tokens" in plans_text([heads])
+    assert "KV bytes/token at 128 tokens" in str(PlannedSweep([PlannedConversion(heads)]))
     # A share of each layer, as without windows; bytes are those of all positions.
     whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
     for share in (0.5, 0.25):
@@ -248,7 +248,7 @@ def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, conve
 
 def test_a_large_loss_of_the_check_is_said_in_words() -> None:
     texts = [{"text": "its own", "tokens": 9, "loss_nats": 0.9}, {"text": "a.txt", "tokens": 8, "loss_nats": 0.01}]
-    assert _check_lines({"check": {"texts": texts}}) == [
+    assert _measured({"check": {"texts": texts}}) == [
         "checked on text that was not fitted: +0.900 nats (perplexity × 2.5: expect text that is hardly of use) on 9 tokens of "
         "its own, +0.010 nats on 8 tokens of a.txt"
     ]

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from plans import grouped
 from written import Convert, Find, Make, ok
 
-from convert.execute.provenance import loading_of
+from convert.execute.describe import loading_of
 from convert.output.card import command_line, inherited_licence
 from convert.output.destination import Output
 from eval.inputs.source import Source

@@ -12,7 +12,7 @@ from rows import rows
 from safetensors.torch import load_file
 from written import Convert, Find, Logits, Make, damage, left_nothing, ok, read, stop_at, weights
 
-from convert.execute import weights as writer
+from convert.execute import layers as writer
 from convert.methods import LATENT
 
 
