@@ -88,18 +88,15 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
     request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
-    rank, rope_dim = given["kv_lora_rank"], given["qk_rope_head_dim"]
-    budget: Any = given["kv_budget"]  # strings have been parsed
+    rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
     if (rank, rope_dim, budget) == (None, None, None):
         budget = _HALF
-    if budget is not None and not isinstance(budget, tuple):
+    if budget is not None:  # numbers are checked as strings are
         budget = parse_budget(f"{100 * budget:.12g}%" if isinstance(budget, float) else str(budget))
-    share, size = budget or (None, None)
     latent = LatentSize(
         kv_lora_rank=rank,
         qk_rope_head_dim=rope_dim,
-        kv_share=share,
-        kv_bytes=size,
+        budget=budget,
         pad_rank=given["pad_rank"],
         portable=given["portable"],
         per_layer_ranks=given["per_layer_ranks"],

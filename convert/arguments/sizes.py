@@ -57,8 +57,8 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
-    """Parse a share of the source's cache (12.5%) or bytes per token (4096, 4KB) as (share, None) or (None, bytes).
+def parse_budget(text: str) -> float:
+    """Parse a share of the source's cache (12.5%), a float, or bytes per token (4096, 4KB), an int.
 
     Raises:
         Refusal: It is neither.
@@ -66,23 +66,23 @@ def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
     text = text.strip()
     percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,30})?)\s*%", text, re.ASCII)
     if percent and 0 < float(percent[1]) <= 100:
-        return float(percent[1]) / 100, None
+        return float(percent[1]) / 100
     if re.fullmatch(r"\d{1,18}", text, re.ASCII):
-        return None, int(text)
+        return int(text)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMG]?i?B", text, re.IGNORECASE | re.ASCII):
-        return None, parse_bytes(text)
+        return parse_bytes(text)
     raise Refusal(
         f"invalid budget {text!r}: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
         "token, as in 4096 or 4KB"
     )
 
 
-def parse_latent(text: str) -> tuple[int | None, int | None, float | None, int | None]:
-    """Parse a size of MLA, R+P or a budget, as (R, P, share, bytes); what is not given is None.
+def parse_latent(text: str) -> tuple[int | None, int | None, float | None]:
+    """Parse a size of MLA, R+P or a budget, as (R, P, budget); what is not given is None.
 
     Raises:
         Refusal: It is neither.
     """
     if match := re.fullmatch(r"\s*(\d{1,9})\s*\+\s*(\d{1,9})\s*", text, re.ASCII):
-        return int(match[1]), int(match[2]), None, None
-    return None, None, *parse_budget(text)
+        return int(match[1]), int(match[2]), None
+    return None, None, parse_budget(text)

@@ -10,21 +10,76 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 import convert
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
-from convert.command import parameters, removed
+from convert.command import removed
+from convert.command.parameters import CONVERTED, DEMO, DIR, MODEL, MODELS, OUTPUT, parameters
 from convert.launch import is_first, require_alone
 from eval import options as measured
 from eval.terminal.escapes import printable, printable_lines, shell_line
 
 
+class Command(click.Command):
+    """A command that takes what its function returns, and prints it as text or JSON.
+
+    What it returns is a dict or has `as_dict`, and its `str()` is the text; or it is `Printed`.
+    """
+
+    def invoke(self, ctx: click.Context) -> None:
+        assert self.callback is not None
+        given = dict(ctx.params)
+        as_json, verbose, quiet = given.pop("as_json"), given.pop("verbose"), given.pop("quiet")
+        arguments = [given.pop(str(one.name)) for one in self.params if isinstance(one, click.Argument)]
+        ctx.meta.update({"kvfold.verbose": verbose, "kvfold.quiet": quiet})  # shared with the group, which handles errors
+        with contextlib.redirect_stdout(sys.stderr):  # where libraries print
+            if self.name != "families":  # which reads no model, and has no use for torch
+                from convert.command.console import console
+
+                ctx.obj = console(verbose, quiet)
+            found = self.callback(*arguments, **given)
+        if not is_first():  # of several processes, one reports
+            return
+        if not isinstance(found, Printed):
+            found = Printed(found if isinstance(found, dict) else found.as_dict(), str(found))
+        try:
+            click.echo(json.dumps(found.facts, indent=2) if as_json else printable_lines(found.text))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            reason = f"stdout cannot be written: {error.strerror}"
+            raise Failure(reason, hint="what the command wrote to files is whole") from None
+        if found.page is not None:
+            _say(f"report: {found.page}")
+
+
+class Printed(NamedTuple):
+    """What a command prints: facts for `--json`, their text, and where a report is."""
+
+    facts: Any
+    text: str
+    page: Path | None = None
+
+
+def _progress() -> Any:
+    """The progress callback of the command that runs."""
+    return click.get_current_context().obj
+
+
+def _say(line: str) -> None:
+    """Print a line on stderr, unless `--quiet` is given."""
+    if not click.get_current_context().meta["kvfold.quiet"]:
+        click.echo(printable(line), err=True)
+
+
 class Commands(click.Group):
     """A group that turns known errors into one line, a hint and an exit code."""
+
+    command_class = Command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -77,70 +132,30 @@ def main(ctx: click.Context) -> None:
         require_alone(f"convert {ctx.invoked_subcommand}")
 
 
-def _show(facts: Any, text: str, as_json: bool) -> None:
-    with contextlib.redirect_stdout(click.get_current_context().meta.get("kvfold.stdout", sys.stdout)):
-        try:
-            click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
-            raise Failure(
-                f"stdout cannot be written: {error.strerror}", hint="what the command wrote to files is whole"
-            ) from None
-
-
-def _console(given: dict[str, Any]) -> Any:
-    """Remove the options for stderr from `given`, and return the progress callback. Libraries print to stderr from here on."""
-    context = click.get_current_context()
-    context.meta["kvfold.stdout"] = sys.stdout
-    context.with_resource(contextlib.redirect_stdout(sys.stderr))
-    from convert.command.console import console
-
-    verbose, quiet = given.pop("verbose"), given.pop("quiet")
-    context.meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
-    return console(verbose, quiet)
-
-
-def _converted(name: str, given: dict[str, Any]) -> None:
-    """Call a conversion of the API with a command's options, and print its result."""
-    as_json, progress = given.pop("as_json"), _console(given)
-    done = getattr(convert, name)(given.pop("model"), given.pop("output"), progress=progress, **given)
-    _show(done.as_dict(), str(done), as_json)
-
-
-@main.command()
-@parameters.model
-@parameters.output
-@parameters.of(options.Gqa)
-def gqa(**given: Any) -> None:
+@main.command(params=parameters(options.Gqa, MODEL, OUTPUT))
+def gqa(*names: Any, **given: Any) -> Any:
     """Convert MODEL to grouped-query attention.
 
     Merges its KV heads into N heads, and writes the result to OUTPUT. --dry-run says what loads it.
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
-    _converted("gqa", given)
+    return convert.gqa(*names, progress=_progress(), **given)
 
 
-@main.command()
-@parameters.model
-@parameters.output
-@parameters.of(options.Mqa)
-def mqa(**given: Any) -> None:
+@main.command(params=parameters(options.Mqa, MODEL, OUTPUT))
+def mqa(*names: Any, **given: Any) -> Any:
     """Convert MODEL to multi-query attention.
 
     The same as gqa --groups 1.
 
     Example: convert mqa ./my-model my-model-mqa
     """
-    _converted("mqa", given)
+    return convert.mqa(*names, progress=_progress(), **given)
 
 
-@main.command()
-@parameters.model
-@parameters.output
-@parameters.of(options.Mla)
-def mla(**given: Any) -> None:
+@main.command(params=parameters(options.Mla, MODEL, OUTPUT))
+def mla(*names: Any, **given: Any) -> Any:
     """Convert MODEL to multi-head latent attention.
 
     Factors its keys and values through a latent of rank R, and keeps a RoPE key of P dims. Writes the result to OUTPUT as
@@ -149,14 +164,11 @@ def mla(**given: Any) -> None:
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
-    _converted("mla", given)
+    return convert.mla(*names, progress=_progress(), **given)
 
 
-@main.command()
-@click.argument("converted")
-@parameters.output
-@parameters.of(options.Heal)
-def heal(as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(options.Heal, CONVERTED, OUTPUT))
+def heal(*names: Any, **given: Any) -> Any:
     """Train CONVERTED until it predicts as its source does, and write the result to OUTPUT.
 
     Distils the source, the teacher, into CONVERTED: every token's predictions are compared. CONVERTED stays the class that it
@@ -165,16 +177,11 @@ def heal(as_json: bool, **given: Any) -> None:
 
     Example: convert heal my-model-mla my-model-mla-healed --text train.txt --tokens 20M --evaluate held-out.txt
     """
-    progress = _console(given)
-    done = convert.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
-    if is_first():  # of several processes, one reports
-        _show(done.as_dict(), str(done), as_json)
+    return convert.heal(*names, progress=_progress(), **given)
 
 
-@main.command(name="eval")
-@parameters.models
-@parameters.of(measured.Evaluate)
-def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
+@main.command(name="eval", params=parameters(measured.Evaluate, MODELS))
+def evaluate(models: tuple[str, ...], **given: Any) -> Printed:
     """Measure perplexity and KV bytes per token of MODELs.
 
     The first MODEL is the source. The others are compared with it: loss in nats, KL and top-1 agreement.
@@ -182,18 +189,14 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
     from eval import evaluate
-    from eval.report import quality as report
+    from eval.report.quality import to_markdown
 
-    quiet, output, progress = given["quiet"], given["output"], _console(given)
-    found = evaluate(models, progress=progress, **given)
-    _show(found, report.to_markdown(found), as_json)
-    _written(output, "report.html", quiet)
+    found = evaluate(models, progress=_progress(), **given)
+    return Printed(found, to_markdown(found), given["output"] and given["output"] / "report.html")
 
 
-@main.command()
-@parameters.models
-@parameters.of(measured.Bench)
-def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(measured.Bench, MODELS))
+def bench(models: tuple[str, ...], **given: Any) -> Printed:
     """Measure speed and memory of MODELs side by side.
 
     Time of a prefill and of a decode step, bytes of the cache and, on a GPU, peak memory, on random tokens. MLA models decode
@@ -204,17 +207,12 @@ def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     from eval import bench
     from eval.speed.table import to_markdown
 
-    quiet, output, progress = given["quiet"], given["output"], _console(given)
-    found = bench(models, progress=progress, **given)
-    _show(found, to_markdown(found), as_json)
-    _written(output, "bench.json", quiet)
+    found = bench(models, progress=_progress(), **given)
+    return Printed(found, to_markdown(found), given["output"] and given["output"] / "bench.json")
 
 
-@main.command(name="sweep")
-@parameters.model
-@click.argument("output", metavar="DIR", type=parameters.Directory(path_type=Path))
-@parameters.of(options.Sweep)
-def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(options.Sweep, MODEL, DIR))
+def sweep(*names: Any, **given: Any) -> Printed:
     """Convert MODEL to many targets with many methods, and compare them.
 
     Collects the statistics of the text once for all of them, and once for pca. DIR/report plots perplexity against KV bytes
@@ -223,52 +221,38 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
-    quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:
-        if not quiet:
-            click.echo(f"made: {printable(str(plan.output.path))} ({plan.target.spec.kind})", err=True)
+        _say(f"made: {plan.output.path} ({plan.target.spec.kind})")
 
-    done = convert.sweep(model, output, progress=progress, made=made, **given)
-    _show(done.as_dict(), str(done), as_json)
-    if not given["dry_run"]:
-        _written(done.report_directory, "report.html", quiet)
+    done = convert.sweep(*names, progress=_progress(), made=made, **given)
+    return Printed(done.as_dict(), str(done), None if given["dry_run"] else done.report_directory / "report.html")
 
 
-@main.command()
-@parameters.model
-@parameters.of(options.Plan)
-def plan(model: str, as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(options.Plan, MODEL))
+def plan(model: str, **given: Any) -> Any:
     """Show the KV memory of each target, and the GPUs that it fits on.
 
     Reads only the config of MODEL.
 
     Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
     """
-    _console(given)
-    facts = convert.plan(model, **given)
-    _show(facts, str(facts), as_json)
+    return convert.plan(model, **given)
 
 
-@main.command()
-@parameters.model
-@parameters.of(options.Inspect)
-def inspect(model: str, as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(options.Inspect, MODEL))
+def inspect(model: str, **given: Any) -> Any:
     """Show what MODEL is and what it can become.
 
     Heads, RoPE, biases, family, output classes and cache. Reads only the config.
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
-    _console(given)
-    facts = convert.inspect(model, **given)
-    _show(facts, str(facts), as_json)
+    return convert.inspect(model, **given)
 
 
-@main.command()
-@parameters.output
-@parameters.plain
-def refresh(output: Path, as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(None, OUTPUT))
+def refresh(output: Path) -> Any:
     """Renew the code that lies beside the weights of OUTPUT.
 
     OUTPUT is a result of kvfold's class: with modeling_kvfold.py in its directory, which runs where kvfold is not installed.
@@ -276,14 +260,11 @@ def refresh(output: Path, as_json: bool, **given: Any) -> None:
 
     Example: convert refresh my-model-mla
     """
-    _console(given)
-    facts = convert.refresh(output)
-    _show(facts, str(facts), as_json)
+    return convert.refresh(output)
 
 
-@main.command()
-@parameters.plain
-def families(as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(None))
+def families() -> Printed:
     """List the families that can be converted.
 
     For each target, shows the class that holds the result.
@@ -293,13 +274,18 @@ def families(as_json: bool, **given: Any) -> None:
     from convert.planning.describe import support, support_text
 
     rows = support()
-    _show(rows, support_text(rows), as_json)
+    return Printed(rows, support_text(rows))
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
-@click.argument("result", type=click.Path(exists=True, path_type=Path))
-@parameters.output
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@main.command(
+    cls=click.Command,
+    context_settings={"allow_interspersed_args": False},
+    params=[
+        click.Argument(["result"], type=click.Path(exists=True, path_type=Path)),
+        OUTPUT,
+        click.Argument(["options"], nargs=-1, type=click.UNPROCESSED),
+    ],
+)
 @click.pass_context
 def run(context: click.Context, result: Path, output: Path, options: tuple[str, ...]) -> None:
     """Repeat the command that made RESULT, and write to OUTPUT.
@@ -322,16 +308,8 @@ def run(context: click.Context, result: Path, output: Path, options: tuple[str, 
         command.invoke(repeated)
 
 
-@main.command()
-@click.option(
-    "--output",
-    type=parameters.Directory(file_okay=False, path_type=Path),
-    default="kvfold-demo",
-    show_default=True,
-    help="Directory for the results and the report.",
-)
-@parameters.plain
-def demo(output: Path, as_json: bool, **given: Any) -> None:
+@main.command(params=parameters(None, DEMO))
+def demo(output: Path) -> Printed:
     """Convert and evaluate the bundled model.
 
     Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
@@ -340,17 +318,10 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
     Example: convert demo
     """
     from convert.demo.showcase import showcase
-    from eval.report import quality as report
+    from eval.report.quality import to_markdown
 
-    found, page = showcase(output, _console(given))
-    _show(found, report.to_markdown(found), as_json)
-    click.echo(f"report: {page}", err=True)
-
-
-def _written(directory: Path | None, page: str, quiet: bool) -> None:
-    """Say where a report is."""
-    if directory is not None and not quiet:
-        click.echo(f"report: {printable(str(directory / page))}", err=True)
+    found, page = showcase(output, _progress())
+    return Printed(found, to_markdown(found), page)
 
 
 if __name__ == "__main__":

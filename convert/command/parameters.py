@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -18,28 +18,24 @@ from eval.options import Reading
 
 _NUMBERS: Any = ((int, click.INT, click.IntRange), (float, click.FLOAT, click.FloatRange))
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 class Consented(click.Option):
     """An option that could do harm: only a user may give it, and no conversion.json."""
 
 
-class Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A value that stays the string that it is, once an option that parses it has not refused it."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A value as a function makes it of a string; what that refuses is a mistake of the user."""
 
     name = "text"
 
-    def __init__(self, option: Option) -> None:
-        self._option = option
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        assert self._option.parse is not None
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            self._option.bound(self._option.parse(str(value)))
+            return self._parse(str(value))
         except Refusal as refusal:
             self.fail(str(refusal), param, ctx)
-        return str(value)
 
 
 class TextFile(click.Path):
@@ -56,22 +52,6 @@ class Directory(click.Path):
         return self.fail("it is empty: name a directory", param, ctx) if value == "" else super().convert(value, param, ctx)
 
 
-class Gpu(click.ParamType):  # type: ignore[type-arg]
-    """NAME=GB."""
-
-    name = "gpu"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        name, _, size = str(value).rpartition("=")
-        try:
-            gigabytes = float(size)
-        except ValueError:
-            gigabytes = 0.0
-        if not name or not 0 < gigabytes < math.inf:
-            self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
-        return name, gigabytes
-
-
 class Listed(click.ParamType):  # type: ignore[type-arg]
     """Comma-separated values of one type."""
 
@@ -86,53 +66,48 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         return tuple(self._each.convert(item.strip(), param, ctx) for item in str(value).split(","))
 
 
-model, models = click.argument("model"), click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-output = click.argument("output", type=Directory(path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-_verbosity: tuple[Decorator, ...] = (
-    click.option("-v", "--verbose", is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
-    click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings."),
+MODEL, CONVERTED = click.Argument(["model"]), click.Argument(["converted"])
+MODELS = click.Argument(["models"], nargs=-1, required=True, metavar="MODEL...")
+OUTPUT = click.Argument(["output"], type=Directory(path_type=Path))
+DIR = click.Argument(["output"], type=Directory(path_type=Path), metavar="DIR")
+DEMO = click.Option(
+    ["--output"],
+    type=Directory(file_okay=False, path_type=Path),
+    default="kvfold-demo",
+    show_default=True,
+    help="Directory for the results and the report.",
+)
+_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON.")
+_VERBOSITY = (
+    click.Option(["-v", "--verbose"], is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
+    click.Option(["-q", "--quiet"], is_flag=True, help="Show no progress and no warnings."),
 )
 
 
-def plain(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what a command prints."""
-    return _all((_json, *_verbosity), command)
-
-
-def of(declared: type) -> Decorator:
-    """Add the options of a function of the API, and those that say what a command prints."""
-    return lambda command: _all(_made(declared), command)
-
-
-def _made(declared: type) -> Iterator[Decorator]:
+def parameters(declared: type | None, *own: click.Parameter) -> list[click.Parameter]:
+    """A command's own, the options of a function of the API, and those that say what a command prints."""
+    if declared is None:
+        return [*own, _JSON, *_VERBOSITY]
     reading = options_of(Reading)
-    for name, option in options_of(declared).items():
-        if option.flag != "" and name not in reading:
-            yield _option(option)
-    yield _json
-    yield from map(_option, reading.values())
-    yield from _verbosity
+    shown = [option for name, option in options_of(declared).items() if option.flag != "" and name not in reading]
+    return [*own, *map(_option, shown), _JSON, *map(_option, reading.values()), *_VERBOSITY]
 
 
-def _all(decorators: Iterable[Decorator], command: Callable[..., Any]) -> Callable[..., Any]:
-    return reduce(lambda decorated, decorate: decorate(decorated), reversed(list(decorators)), command)
-
-
-def _option(option: Option) -> Decorator:
+def _option(option: Option) -> click.Option:
     """An option of a command."""
     flag, default = option.flag or f"--{option.name.replace('_', '-')}", option.default
     said = option.help + (f"  [default: {option.unset}]" if option.unset else "")
-    how: dict[str, Any] = {"cls": Consented if option.consent else None, "help": said}
+    make = partial(Consented if option.consent else click.Option, help=said)
     if bool in parts(option.type):
         both = default is not False
-        how |= {"is_flag": True, "show_default": both and default is not None}
-        return click.option(f"{flag}/--no-{flag[2:]}" if both else flag, option.name, default=default, **how)
-    how |= {"type": _type(option), "metavar": option.metavar or _metavar(option)}
+        shown = both and default is not None
+        return make(
+            [f"{flag}/--no-{flag[2:]}" if both else flag, option.name], default=default, is_flag=True, show_default=shown
+        )
+    make = partial(make, [flag, option.name], type=_type(option), metavar=option.metavar or _metavar(option))
     if option.several or _mapping(option) or _texts(option):
-        return click.option(flag, option.name, multiple=True, callback=_together(option), **how)
-    how |= {"required": True} if option.required else {"default": default, "show_default": default is not None}
-    return click.option(flag, option.name, **how)
+        return make(multiple=True, callback=partial(_together, option))
+    return make(required=True) if option.required else make(default=default, show_default=default is not None)
 
 
 def _metavar(option: Option) -> str | None:
@@ -141,18 +116,14 @@ def _metavar(option: Option) -> str | None:
     return ("N,…" if option.several else "N") if int in option.kinds else None
 
 
-def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple[Any, ...]], Any]:
-    """What makes one value of an option that may be repeated: no value twice, of texts one or several, else the default."""
-
-    def together(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
-        if option.file:
-            texts = tuple(dict.fromkeys(value))
-            return texts if len(texts) > 1 else next(iter(texts), None)
-        if not value:
-            return option.default
-        return dict(value) if _mapping(option) else tuple(dict.fromkeys(itertools.chain(*value)))
-
-    return together
+def _together(option: Option, ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+    """One value of an option that may be repeated: no value twice, of texts one or several, else the default."""
+    if option.file:
+        texts = tuple(dict.fromkeys(value))
+        return texts if len(texts) > 1 else next(iter(texts), None)
+    if not value:
+        return option.default
+    return dict(value) if _mapping(option) else tuple(dict.fromkeys(itertools.chain(*value)))
 
 
 def _mapping(option: Option) -> bool:
@@ -171,7 +142,7 @@ def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]
     if option.directory:
         return Directory(exists=option.directory == "old", file_okay=False, path_type=Path)
     if _mapping(option):
-        return Gpu()
+        return Parsed(_gpu)
     each = _single(option)
     return Listed(each) if option.several else each
 
@@ -180,8 +151,27 @@ def _single(option: Option) -> click.ParamType:  # type: ignore[type-arg]
     if option.choices:
         return click.Choice(option.choices)
     if option.parse:
-        return Checked(option)
+        return Parsed(partial(_checked, option))
     for kind, unbounded, between in _NUMBERS:
         if kind in option.kinds:
             return unbounded if option.least is None else between(option.least, option.most)
     return click.STRING
+
+
+def _checked(option: Option, text: str) -> str:
+    """A string as it is, which an option that parses it does not refuse."""
+    assert option.parse is not None
+    option.bound(option.parse(text))
+    return text
+
+
+def _gpu(text: str) -> tuple[str, float]:
+    """Parse NAME=GB."""
+    name, _, size = text.rpartition("=")
+    try:
+        gigabytes = float(size)
+    except ValueError:
+        gigabytes = 0.0
+    if not name or not 0 < gigabytes < math.inf:
+        raise Refusal(f"{text!r} is not a GPU: give a name and its memory in GB, as in A6000=48")
+    return name, gigabytes

@@ -93,16 +93,9 @@ class Kept:
 
     def rope(self, keys: RopeKeys) -> RopePart:
         """The rotary part that they are."""
-        kept, record = rotary_of(keys.attention).select(self.pairs, "interleaved"), keys.attention
-        queries = kept.from_complex(torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w))
-        shared = kept.from_complex(self.keys[None])[0]
-        return RopePart(
-            kept,
-            queries[..., :-1].float(),
-            shared[..., :-1].float(),
-            None if record.q_bias is None else queries[..., -1].float(),
-            None if record.k_bias is None else shared[..., -1].float(),
-        )
+        kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
+        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
+        return RopePart(kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0])
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""

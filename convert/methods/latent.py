@@ -17,7 +17,7 @@ import torch
 
 from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
-from convert.methods.algebra import fix_signs
+from convert.methods.algebra import augmented, fix_signs
 from convert.methods.statistics import Statistics
 from convert.methods.text import Method
 
@@ -66,60 +66,30 @@ class LatentMethod(Method):
     factor: Callable[[Attention, Allocation, Statistics], FactoredAttention]
 
 
-class Keys(NamedTuple):
-    """The keys of one layer as complex numbers, in bands of F neighbouring frequencies: G F rows (KV head, frequency) a band.
+def keys_of(attention: Attention, fold: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of a record with their biases, fp32, times a² where RoPE has an attention factor a.
 
-    Attributes:
-        rows: `[bands, G F, E]` complex weights.
-        bias: `[bands, G F]` complex; zeros if there are no biases.
-        nope: `[G, N, E]`, the source's nope dims.
+    Returns:
+        Complex numbers in bands of F neighbouring frequencies, G F rows (KV head, frequency) a band, `[bands, G F, E + 1]`; and
+        the nope dims `[G, N, E + 1]`.
     """
-
-    rows: torch.Tensor
-    bias: torch.Tensor
-    nope: torch.Tensor
-
-
-def keys_of(attention: Attention, fold: int = 1) -> Keys:
-    """The keys of a record, fp32, times a² where RoPE has an attention factor a."""
     rotary = rotary_of(attention)
-    bias = attention.k.new_zeros(attention.k.shape[:2]) if attention.k_bias is None else attention.k_bias
-    rows, nope = rotary.to_complex(attention.k.float())
-    row_bias, _ = rotary.to_complex(bias.float())
-    factor = rotary.attention_factor**2
-    return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, nope)
+    rows, nope = rotary.to_complex(augmented(attention.k, attention.k_bias).float())
+    return rows.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2) * rotary.attention_factor**2, nope
 
 
 class RopePart(NamedTuple):
-    """The rotary part of a latent attention.
+    """The rotary part of a latent attention, with biases as weights of a constant input.
 
     Attributes:
         rotary: How the P dims rotate.
-        q_rope: `[H, P, E]`.
-        k_rope: `[P, E]`.
-        q_rope_bias: `[H, P]` or None.
-        k_rope_bias: `[P]` or None.
+        queries: `[H, P, E + 1]`.
+        key: `[P, E + 1]`.
     """
 
     rotary: Rotary
-    q_rope: torch.Tensor
-    k_rope: torch.Tensor
-    q_rope_bias: torch.Tensor | None
-    k_rope_bias: torch.Tensor | None
-
-
-class Separated(NamedTuple):
-    """Keys after `separate`: the rope keys with their queries, and the rest.
-
-    Attributes:
-        rope: The rope keys.
-        rest: `[n, E]`, rows of nope keys that all heads share. Their bias is dropped: it cancels in the softmax.
-        spread: `[G, D, n]`: nope keys = spread @ rest.
-    """
-
-    rope: RopePart
-    rest: torch.Tensor
-    spread: torch.Tensor
+    queries: torch.Tensor
+    key: torch.Tensor
 
 
 def rotary_of(attention: Attention) -> Rotary:
@@ -128,70 +98,65 @@ def rotary_of(attention: Attention) -> Rotary:
     return attention.rotary
 
 
-def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys], torch.Tensor]) -> Separated:
+def separate(
+    attention: Attention, allocation: Allocation, gram: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[RopePart, torch.Tensor, torch.Tensor]:
     """Split keys into components; the first ones of each band stay rotary.
 
     Args:
         attention: The record. Without RoPE, all of its keys go into the latent.
         allocation: Which frequencies stay rotary.
-        gram: Keys → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components, largest first.
+        gram: Keys `[bands, G F, E + 1]` → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components,
+            largest first.
+
+    Returns:
+        The rope key with its queries; rows `[n, E]` of nope keys that all heads share, whose bias is dropped because it cancels
+        in the softmax; and the map from these to the nope keys of each KV head, `[G, D, n]`.
     """
-    if attention.rotary is None:
-        return _all_nope(attention, allocation)
-    keys = keys_of(attention, allocation.freqfold)
-    basis = fix_signs(torch.linalg.eigh(gram(keys)).eigenvectors.flip(-1))
-    groups, heads = attention.num_kv_heads, attention.q.shape[0]
-    basis = basis.to(keys.rows.dtype)
-    components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
-    component_bias = (basis.mH @ keys.bias[..., None])[..., 0]
-    bands, parts = _kept(allocation)
-    nope = torch.ones(basis.shape[:2], dtype=torch.bool)
-    nope[bands, parts] = False
-    spread = _spread(basis, groups, allocation.freqfold)  # [G, D/2, bands, G F]
-    queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
-    kept = rotary_of(attention).select(allocation.pairs, "interleaved")
-    rest, rest_spread = _rest(attention, keys.nope, components[nope], spread[:, :, nope])
-    rope = RopePart(
-        kept,
-        kept.from_complex(queries),
-        kept.from_complex(components[bands, parts][None])[0],
-        None if query_bias is None else kept.from_complex(query_bias),
-        None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
-    )
-    return Separated(rope, rest, rest_spread)
-
-
-def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
     groups, dim, _ = attention.k.shape
-    spread = torch.eye(groups * dim, device=attention.k.device).unflatten(0, (groups, dim))
-    return Separated(no_rope_part(attention, allocation), attention.k.float().flatten(0, 1), spread)
+    if attention.rotary is None:
+        spread = torch.eye(groups * dim, device=attention.k.device).unflatten(0, (groups, dim))
+        return no_rope_part(attention, allocation), attention.k.float().flatten(0, 1), spread
+    keys, nope = keys_of(attention, allocation.freqfold)
+    basis = fix_signs(torch.linalg.eigh(gram(keys)).eigenvectors.flip(-1)).to(keys.dtype)
+    components = _mixed(basis.mH, keys)  # keys = basis @ components
+    bands = [pair // allocation.freqfold for pair in allocation.pairs]
+    parts = [bands[:i].count(band) for i, band in enumerate(bands)]  # each band gives its first components, in order
+    others = torch.ones(basis.shape[:2], dtype=torch.bool)
+    others[bands, parts] = False
+    spread = _spread(basis, groups, allocation.freqfold)  # [G, D/2, bands, G F]
+    coefficients = spread[:, :, bands, parts].repeat_interleave(len(attention.q) // groups, 0)
+    queries = _mixed(coefficients.mH, attention.rotary.to_complex(augmented(attention.q, attention.q_bias).float())[0])
+    kept = attention.rotary.select(allocation.pairs, "interleaved")
+    rope = RopePart(kept, kept.from_complex(queries), kept.from_complex(components[bands, parts][None])[0])
+    return rope, *_rest(attention.rotary, nope[..., :-1], components[others][:, :-1], spread[:, :, others])
+
+
+def _mixed(mixing: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The product with rows `[…, E + 1]`; their biases are rounded as a product of their own."""
+    return torch.cat((mixing @ rows[..., :-1], mixing @ rows[..., -1:]), -1)
 
 
 def no_rope_part(attention: Attention, allocation: Allocation) -> RopePart:
     """The rotary part of a layer without positions: zeros."""
     assert allocation.rotary is not None
-    heads, count, zeros = len(attention.q), 2 * len(allocation.pairs), attention.k.float().new_zeros
-    return RopePart(
-        allocation.rotary.select(allocation.pairs, "interleaved"),
-        zeros(heads, count, attention.q.shape[-1]),
-        zeros(count, attention.k.shape[-1]),
-        None if attention.q_bias is None else zeros(heads, count),
-        None,
-    )
+    count, zeros = 2 * len(allocation.pairs), attention.k.float().new_zeros
+    queries, key = zeros(len(attention.q), count, attention.q.shape[-1] + 1), zeros(count, attention.k.shape[-1] + 1)
+    return RopePart(allocation.rotary.select(allocation.pairs, "interleaved"), queries, key)
 
 
 def _rest(
-    attention: Attention, nope: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
+    rotary: Rotary, nope: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows `[n, E]` of all nope keys, and the map from them to keys, `[G, D, n]`.
 
     Args:
-        attention: The record.
+        rotary: Of the record.
         nope: `[G, N, E]`, the source's nope dims.
         components: `[m, E]` complex.
         spread: `[G, D/2, m]` complex, the coefficient of each component in each complex number of each KV head.
     """
-    rotary, (groups, count) = rotary_of(attention), nope.shape[:2]
+    groups, count = nope.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its coefficient s.
     numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
     rotated = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
@@ -202,26 +167,34 @@ def _rest(
 
 
 def share_latent(
-    attention: Attention, allocation: Allocation, parts: Separated, left: torch.Tensor, balance: float = 1.0
+    attention: Attention,
+    allocation: Allocation,
+    rope: RopePart,
+    rest: torch.Tensor,
+    spread: torch.Tensor,
+    left: torch.Tensor,
+    balance: float = 1.0,
 ) -> FactoredAttention:
     """Factor nope keys and values through one latent.
 
     Args:
         attention: The record.
         allocation: What the layer is converted to.
-        parts: Its keys, from `separate`.
+        rope: Of its keys, from `separate`, as are `rest` and `spread`.
+        rest: `[n, E]`.
+        spread: `[G, D, n]`.
         left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
         balance: What the nope keys were divided by before `left` was computed.
     """
-    repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
+    repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(rest)
     o_bias = None if attention.o_bias is None else attention.o_bias.float()
     if attention.v_bias is not None:  # probabilities sum to one, so a constant value is a constant output
         constant = torch.einsum("ehd,hd->e", attention.o.float(), attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
-    down = left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1)
-    up_k, up_v = balance * allocation.nope(parts.spread) @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
+    down = left[:count].T @ (rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1)
+    up_k, up_v = balance * allocation.nope(spread) @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
     up_k, up_v = (up.repeat_interleave(repeats, 0) for up in (up_k, up_v))
-    return latent_attention(attention, allocation, parts.rope, down, up_k, up_v, o_bias)
+    return latent_attention(attention, allocation, rope, down, up_k, up_v, o_bias)
 
 
 def latent_attention(
@@ -244,18 +217,24 @@ def latent_attention(
         up_v: `[H, D, R]`, from the latent to values.
         o_bias: `[E]`, or None.
     """
+    queries, key = rope.queries.float(), rope.key.float()
+    biased = attention.k_bias is not None and attention.rotary is not None
     return FactoredAttention(
         q_nope=allocation.nope(attention.q).float(),
+        q_rope=queries[..., :-1],
+        k_rope=key[..., :-1],
         down=down,
         up_k=up_k,
         up_v=up_v,
         o=attention.o.float(),
         scale=attention.scale,
+        rotary=rope.rotary,
         q_nope_bias=None if attention.q_bias is None else allocation.nope(attention.q_bias).float(),
+        q_rope_bias=None if attention.q_bias is None else queries[..., -1],
+        k_rope_bias=key[..., -1] if biased else None,
         o_bias=o_bias,
         projections=attention.projections,
         scoring=attention.scoring,
-        **rope._asdict(),
     )
 
 
@@ -273,11 +252,6 @@ def sized(a: FactoredAttention, second: torch.Tensor, size: float) -> FactoredAt
     return replace(a, down=scale * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
 
 
-def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
-    """`[G, D/2, …]` as `[bands, G F, …]`."""
-    return numbers.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
-
-
 def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
     """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: coefficients of components in each number of each KV head."""
     bands, size = basis.shape[:2]
@@ -285,18 +259,3 @@ def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
     each = torch.arange(bands)
     whole[:, each, :, each] = basis.unflatten(1, (groups, fold))
     return whole.flatten(1, 2)
-
-
-def _kept(allocation: Allocation) -> tuple[list[int], list[int]]:
-    """The band and the component of each rotary pair; each band gives its first components, in order."""
-    bands = [pair // allocation.freqfold for pair in allocation.pairs]
-    return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
-
-
-def _queries(attention: Attention, spread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each head's queries for the kept components: Σ_l conj(spread_{h,l,m}) q_{h,l}, with `spread [H, D/2, P/2]`."""
-    rotary = rotary_of(attention)
-    queries = spread.mH @ rotary.to_complex(attention.q.float())[0]
-    if attention.q_bias is None:
-        return queries, None
-    return queries, (spread.mH @ rotary.to_complex(attention.q_bias.float())[0][..., None])[..., 0]

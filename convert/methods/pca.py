@@ -25,7 +25,7 @@ import torch
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_stride
-from convert.methods.latent import Allocation, Keys, LatentMethod, separate, share_latent
+from convert.methods.latent import Allocation, LatentMethod, separate, share_latent
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -34,16 +34,15 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     """The latent attention."""
     device = attention.k.device
     moment, second = statistics.second.to(device), statistics.with_constant.to(device)
-    parts = separate(attention, allocation, partial(_gram, second))
+    rope, rest, spread = separate(attention, allocation, partial(_gram, second))
     values = attention.v.float().flatten(0, 1)
-    balance = _balance(parts.rest, attention.k.float().flatten(0, 1), values, moment)
-    left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, allocation.rank)
-    return share_latent(attention, allocation, parts, left, balance)
+    balance = _balance(rest, attention.k.float().flatten(0, 1), values, moment)
+    left = leading_subspace(torch.cat((rest / balance, values)), moment, allocation.rank)
+    return share_latent(attention, allocation, rope, rest, spread, left, balance)
 
 
-def _gram(second: torch.Tensor, keys: Keys) -> torch.Tensor:
-    rows = torch.cat((keys.rows, keys.bias[..., None]), -1)
-    real, imaginary = rows.real.double(), rows.imag.double()
+def _gram(second: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    real, imaginary = keys.real.double(), keys.imag.double()
     return real @ second @ real.mT + imaginary @ second @ imaginary.mT
 
 

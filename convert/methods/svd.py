@@ -19,22 +19,22 @@ import torch
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_loss, shares
-from convert.methods.latent import Allocation, Keys, LatentMethod, keys_of, separate, share_latent
+from convert.methods.latent import Allocation, LatentMethod, keys_of, separate, share_latent
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
 
 def losses(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
-    return torch.linalg.eigvalsh(_gram(_white(attention), keys_of(attention))).flip(-1)
+    return torch.linalg.eigvalsh(_gram(_white(attention), keys_of(attention)[0])).flip(-1)
 
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention; at full size it equals the source up to rounding."""
     second = _white(attention)
-    parts = separate(attention, allocation, partial(_gram, second))
-    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), second, allocation.rank)
-    return share_latent(attention, allocation, parts, left)
+    rope, rest, spread = separate(attention, allocation, partial(_gram, second))
+    left = leading_subspace(torch.cat((rest, attention.v.float().flatten(0, 1))), second, allocation.rank)
+    return share_latent(attention, allocation, rope, rest, spread, left)
 
 
 def _white(attention: Attention) -> torch.Tensor | None:
@@ -46,8 +46,8 @@ def _white(attention: Attention) -> torch.Tensor | None:
     return inputs.behind(projections).second
 
 
-def _gram(second: torch.Tensor | None, keys: Keys) -> torch.Tensor:
-    rows = keys.rows.to(torch.complex128)
+def _gram(second: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+    rows = keys[..., :-1].to(torch.complex128)
     return (rows if second is None else rows @ second.to(rows.dtype)) @ rows.mH
 
 

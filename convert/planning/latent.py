@@ -57,7 +57,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     require_held(host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    target = Sizing(source, family, host, method, engine, dtype).target(size)
+    target = Sizing(source, family, host, method, engine, dtype, size).target()
     if engine:
         require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
         if objection := engine.objection(host, family, target.spec):

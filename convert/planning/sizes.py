@@ -15,6 +15,8 @@ from convert.planning.budget import LatentBounds, fold_of, format_of, layer_rank
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
+    from attention.formats import Format
+    from attention.spec import AttentionSpec
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
@@ -29,8 +31,7 @@ class LatentSize:
     Attributes:
         kv_lora_rank: R, or None.
         qk_rope_head_dim: P, or None.
-        kv_share: A share of the source's KV cache, or None.
-        kv_bytes: Bytes per token in all layers, or None.
+        budget: A share of the source's KV cache (a float), or bytes per token in all layers (an int); or None.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         portable: Whether engines' own DeepSeek classes have to run the result.
         per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
@@ -40,8 +41,7 @@ class LatentSize:
 
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
-    kv_share: float | None = None
-    kv_bytes: int | None = None
+    budget: float | None = None
     pad_rank: bool = False
     portable: bool = False
     per_layer_ranks: bool = False
@@ -50,58 +50,79 @@ class LatentSize:
 
 @dataclass(frozen=True)
 class Sizing(LatentBounds):
-    """The targets that a request allows.
+    """A request, and what its target depends on.
 
     Attributes:
         method: The conversion's method.
         engine: The engine that has to run the result, or None.
         dtype: The dtype of the result's weights.
+        size: What the user asks for.
     """
 
     method: LatentMethod
     engine: Engine | None
     dtype: str
+    size: LatentSize
 
-    def target(self, request: LatentSize) -> LatentTarget:
-        """The target of a request.
+    def target(self) -> LatentTarget:
+        """The target of the request.
 
         Raises:
             Refusal: There is none, or the source has that size already.
         """
-        few_sizes = self.engine is not None and bool(self.engine.latents)
-        padded = request.pad_rank or (few_sizes and request.kv_lora_rank is None)
-        by_rule = request.cache_dtype == AUTO
-        if by_rule:
-            request = replace(request, cache_dtype=self._format(request))
-        rank, rope_dim = self._numbers(request)
-        target = self._target(replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded))
-        if by_rule:
-            target = replace(target, notes=(*target.notes, self._format_note(target)))
-        if target.spec == target.before and target.rounding is not None:
+        size, by_rule = self.size, self.size.cache_dtype == AUTO
+        cache_dtype = self._format() if by_rule else size.cache_dtype
+        form = format_named(cache_dtype or self.dtype)
+        rank, rope_dim = self._numbers(form)
+        spec, full = self._spec(rank, rope_dim), self.full_rank(rope_dim)
+        padded = size.pad_rank or (size.kv_lora_rank is None and self.engine is not None and bool(self.engine.latents))
+        used = self._channels(rank, rope_dim, any_rank=padded or spec == self.before)
+        if self.host.portable and form.classes:
             raise Refusal(
-                f"{self.source.reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
-                hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or "
+                f"a portable result cannot be made for {form.name}: its norm reads all channels, so that none may have fewer "
+                "bits",
+                hint="use int4 or q4_0, or leave out --portable",
+            )
+        ranks = layer_ranks(rank, full, form.multiple) if size.per_layer_ranks else ()
+        spec.bytes_per_token(form.name)  # refuses what the format does not take
+        form.require("latent", *ranks)
+        target = LatentTarget(
+            before=self.before,
+            spec=spec,
+            method=self.method,
+            host=self.host,
+            channels=used,
+            freqfold=fold_of(rope_dim, self.rotary_dim) if self.method.folds and self.rotary_dim else 1,
+            pad_rank=padded,
+            ranks=ranks,
+            cache_dtype=cache_dtype,
+        )
+        if spec == self.before and target.rounding is not None:
+            raise Refusal(
+                f"{self.source.reference} is {spec.kind} already: a conversion to that size copies it, for any cache",
+                hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {cache_dtype}`, or "
                 "give a smaller size",
             )
-        return target
+        return replace(target, notes=(*self._notes(target), *([self._format_note(target)] if by_rule else ())))
 
     @property
     def context(self) -> int:
         """The tokens of a sequence at which budgets count."""
         return self.source.longest_context
 
-    def _format(self, request: LatentSize) -> str | None:
+    @property
+    def whole(self) -> float:
+        """The bytes per token of the source's cache."""
+        return self.before.bytes_per_token(self.source.dtype, self.context)
+
+    def _format(self) -> str | None:
         """The format of `--cache-dtype auto`."""
-        if request.kv_share is None and request.kv_bytes is None:
+        if self.size.budget is None:
             raise Refusal(
                 "--cache-dtype auto chooses the format of a budget",
                 hint="give --kv-budget, or name a format with --cache-dtype",
             )
-        if request.kv_share is None:
-            budget, whole = self._budget(request)
-            share = budget / whole
-        else:
-            share = request.kv_share
+        share = self._budget(self.size.budget) / self.whole if isinstance(self.size.budget, int) else self.size.budget
         stored = [cache.form for cache in (self.engine or ENGINES["transformers"]).caches if cache.tried]
         if self.host.portable:
             stored = [form for form in stored if not format_named(form).classes]
@@ -114,134 +135,90 @@ class Sizing(LatentBounds):
         engines = storing(self.host, self.family, target.spec, form)
         return f"--cache-dtype auto is {form} at this budget, which runs in {' and '.join(engines)}"
 
-    def _budget(self, request: LatentSize) -> tuple[float, float]:
-        """The bytes per token of a budget, and those of the source's cache."""
-        whole = self.before.bytes_per_token(self.source.dtype, self.context)
-        budget: float = (request.kv_share or 0.0) * whole if request.kv_bytes is None else request.kv_bytes
-        budget = int(budget) if isinstance(whole, int) else budget
+    def _budget(self, asked: float) -> float:
+        """The bytes per token of a budget."""
+        whole, budget = self.whole, asked
+        if not isinstance(asked, int):
+            budget = int(asked * whole) if isinstance(whole, int) else asked * whole
         if budget > whole:
             of = f"{self.source.reference}{self.before.at_context(self.context)}"
             raise Refusal(f"a budget of {budget:.0f} bytes per token exceeds the {whole:.0f} of {of}: nothing to save")
-        return budget, whole
+        return budget
 
-    def _numbers(self, request: LatentSize) -> tuple[int, int]:
+    def _numbers(self, form: Format) -> tuple[int, int]:
         """R and P, as given or of a budget."""
-        given = (request.kv_lora_rank, request.qk_rope_head_dim)
-        rotates = self.rotary_dim > 0
-        if request.kv_share is None and request.kv_bytes is None:
-            if request.kv_lora_rank is None or (rotates and request.qk_rope_head_dim is None):
+        size, rotates = self.size, self.rotary_dim > 0
+        if size.budget is None:
+            if size.kv_lora_rank is None or (rotates and size.qk_rope_head_dim is None):
                 raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
-            return request.kv_lora_rank, request.qk_rope_head_dim or 0
-        if given != (None, None):
+            return size.kv_lora_rank, size.qk_rope_head_dim or 0
+        if (size.kv_lora_rank, size.qk_rope_head_dim) != (None, None):
             raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
-        if request.pad_rank:
+        if size.pad_rank:
             raise Refusal(
                 "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
                 hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
             )
-        budget, _ = self._budget(request)
-        return self._of_budget(budget, request.cache_dtype or self.dtype)
+        return self._of_budget(self._budget(size.budget), form)
 
-    def _of_budget(self, budget: float, form: str) -> tuple[int, int]:
-        """R and P of a budget of bytes per token in all layers, for a cache in that format."""
-        step, held = format_named(form).multiple, sum(self.before.tokens_held(self.context))
-        values = int(budget * 8 * self.context // (held * format_named(form).bits))
+    def _of_budget(self, budget: float, form: Format) -> tuple[int, int]:
+        """R and P of a budget of bytes per token in all layers, for a cache in that format.
+
+        P is rounded up to what the format takes, as far as there are rotary dims, and R down.
+        """
+        step, before = form.multiple, self.before
+        values = int(budget * 8 * self.context // (sum(before.tokens_held(self.context)) * form.bits))
         if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
         fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
-        least = self.before.latent(-(-self.with_reserved(1) // step) * step, fewest)
+        least = before.latent(-(-self.with_reserved(1) // step) * step, fewest)
         # Refuses a model whose rotary dims are too few for the format.
-        least_bytes = math.ceil(least.bytes_per_token(form, self.context))
+        least_bytes = math.ceil(least.bytes_per_token(form.name, self.context))
         try:
             while True:
-                if found := self._within(*self.for_budget(values, self.method.folds), budget, form):
-                    return found
+                rank, rope_dim = self.for_budget(values, self.method.folds)
+                kept = -(-rope_dim // step) * step
+                kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
+                rank = (rank + rope_dim - kept) // step * step
+                exists = rank > 0 and (kept > 0 or not rope_dim)
+                if exists and before.latent(rank, kept).bytes_per_token(form.name, self.context) <= budget:
+                    return rank, kept
                 values -= 1
         except Refusal as error:
             raise Refusal(
                 f"a budget of {budget:.0f} bytes per token is too small for any rank: {error}",
-                hint=f"the least is {least_bytes} bytes per token{least.at_context(self.context)} in {form}, "
+                hint=f"the least is {least_bytes} bytes per token{least.at_context(self.context)} in {form.name}, "
                 "and little is left of a model there",
             ) from None
 
-    def _within(self, rank: int, rope_dim: int, budget: float, form: str) -> tuple[int, int] | None:
-        """R and P of as many numbers or less that the format takes, if their cache keeps to a budget of bytes per token.
-
-        P is rounded up, as far as there are rotary dims.
-        """
-        step = format_named(form).multiple
-        kept = -(-rope_dim // step) * step
-        kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
-        rank = (rank + rope_dim - kept) // step * step
-        if rank < 1 or (rope_dim and not kept):
-            return None
-        held = self.before.latent(rank, kept).bytes_per_token(form, self.context)
-        return (rank, kept) if held <= budget else None
-
-    def _target(self, request: LatentSize) -> LatentTarget:
-        """The target of a request that has both numbers."""
-        host, before = self.host, self.before
-        rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
-        self._check_rotary(rope_dim)
-        spec = before.latent(rank, rope_dim)
-        if self.engine and self.engine.query_latent(before):
-            spec = replace(spec, q_lora_rank=self.source.decoder.hidden_size)
-        self._check_kept(rope_dim)
-        if request.per_layer_ranks:
-            spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
-        full = self.full_rank(rope_dim)
-        used = self._channels(rank, rope_dim, any_rank=request.pad_rank or spec == before)
-        fold = fold_of(rope_dim, self.rotary_dim) if self.method.folds and self.rotary_dim else 1
-        form = request.cache_dtype or self.dtype
-        if host.portable and format_named(form).classes:
-            raise Refusal(
-                f"a portable result cannot be made for {form}: its norm reads all channels, so that none may have fewer bits",
-                hint="use int4 or q4_0, or leave out --portable",
-            )
-        ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
-        spec.bytes_per_token(form)  # refuses what the format does not take
-        format_named(form).require("latent", *ranks)
-        target = LatentTarget(
-            before=before,
-            spec=spec,
-            method=self.method,
-            host=host,
-            channels=used,
-            freqfold=fold,
-            pad_rank=request.pad_rank,
-            ranks=ranks,
-            cache_dtype=request.cache_dtype,
-        )
-        return replace(target, notes=tuple(self._notes(target)))
-
-    def _check_rotary(self, rope_dim: int) -> None:
-        """Refuse a RoPE key where nothing rotates, and none where something does."""
-        reference, rotates = self.source.reference, self.rotary_dim > 0
-        if rope_dim and not rotates:
+    def _spec(self, rank: int, rope_dim: int) -> AttentionSpec:
+        """The sizes of a latent, if it has a RoPE key just where something rotates, and of frequencies that its class keeps."""
+        reference, rotary, most, portable = self.source.reference, self.rotary_dim, self.most_rotary_dims, self.host.portable
+        if rope_dim and not rotary:
             raise Refusal(
                 f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
                 hint="leave out --qk-rope-head-dim",
             )
-        if rotates and rope_dim < 2:
+        if rotary and rope_dim < 2:
             raise Refusal(
                 f"cannot keep {rope_dim} rotary dims of {reference}: where keys rotate, a RoPE key needs at least 2",
                 hint="give --qk-rope-head-dim 2 or more",
             )
-
-    def _check_kept(self, rope_dim: int) -> None:
-        """Refuse more dims than rotate, and frequencies that the output class cannot keep."""
-        rotary, most = self.rotary_dim, self.most_rotary_dims
+        spec = self.before.latent(rank, rope_dim)
         if rope_dim > most:
             why = f"of each key's {self.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
-            if self.host.portable:
+            if portable:
                 why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
-            raise Refusal(f"cannot keep {rope_dim} rotary dims of {self.source.reference}: {why}")
-        if self.host.portable and self.method.folds and rotary % rope_dim:
+            raise Refusal(f"cannot keep {rope_dim} rotary dims of {reference}: {why}")
+        if portable and self.method.folds and rotary % rope_dim:
             raise Refusal(
                 f"method {self.method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is not a geometric "
                 "ladder of frequencies, as a portable result needs",
                 hint=f"give a --qk-rope-head-dim that divides {rotary}",
             )
+        if self.engine and self.engine.query_latent(self.before):
+            spec = replace(spec, q_lora_rank=self.source.decoder.hidden_size)
+        return replace(spec, layer_ranks=(rank,) * spec.num_layers) if self.size.per_layer_ranks else spec
 
     def _channels(self, rank: int, rope_dim: int, any_rank: bool) -> int:
         """The channels that carry keys and values; refused if there are none, or more than full size.

@@ -80,7 +80,7 @@ def _candidates(
     heads = convertible(request.source).spec.num_kv_heads
     if groups is None and latents is None:
         groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
-        latents = [LatentSize(kv_share=share) for share in _SHARES]
+        latents = [LatentSize(budget=share) for share in _SHARES]
     candidates = [
         (f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
         for n in groups or ()
@@ -122,4 +122,4 @@ def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:
 def _size_name(size: LatentSize) -> str:
     if size.kv_lora_rank is not None:
         return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
-    return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"
+    return f"{size.budget}B" if isinstance(size.budget, int) else f"{size.budget:.4%}".rstrip("0%").rstrip(".") + "%"

@@ -211,11 +211,11 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
     # A share of each layer, as without windows; bytes are those of all positions.
     whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
     for share in (0.5, 0.25):
-        specs = [factored(one, output, kv_share=share).target.spec for one in (made, whole)]
+        specs = [factored(one, output, budget=share).target.spec for one in (made, whole)]
         assert (specs[0].kv_lora_rank, specs[0].windows) == (specs[1].kv_lora_rank, (20, None, 20))
-    assert factored(made, output, kv_bytes=166).target.spec.bytes_per_token("float32", 128) <= 166
+    assert factored(made, output, budget=166).target.spec.bytes_per_token("float32", 128) <= 166
     with pytest.raises(Refusal, match=r"of 333 bytes per token exceeds the 332 of .* at 128 tokens: nothing to save"):
-        factored(made, output, kv_bytes=333)
+        factored(made, output, budget=333)
 
 
 def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Output) -> None:

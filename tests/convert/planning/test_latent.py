@@ -86,7 +86,7 @@ def test_beyond_full_size_there_are_zeros_if_they_are_wanted(source: Sources, ou
 
 @pytest.mark.parametrize(("share", "dtype"), [(0.5, None), (0.25, None), (0.25, "bfloat16"), (1.0, None)])
 def test_a_budget_is_counted_in_what_is_written(share: float, dtype: str | None, source: Sources, output: Output) -> None:
-    spec = target(source(), replace(output, dtype=dtype), kv_share=share).spec
+    spec = target(source(), replace(output, dtype=dtype), budget=share).spec
     values = 64 * share * (2 if dtype else 1)
     assert values - 2 <= spec.kv_lora_rank + spec.qk_rope_head_dim <= values
     assert spec.bytes_per_token(dtype or "float32") <= share * 768
@@ -135,7 +135,7 @@ def test_a_smaller_latent_is_planned_like_any_other(
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: float, source: Sources, output: Output) -> None:
-    spec = target(source("deepseek_v3"), output, "weighted", TEXT, kv_share=share).spec
+    spec = target(source("deepseek_v3"), output, "weighted", TEXT, budget=share).spec
     assert spec.bytes_per_token("float32") <= share * 288
     assert spec.qk_rope_head_dim <= 8
     assert spec.qk_nope_head_dim == (12 if spec.qk_rope_head_dim == 8 else 20)
@@ -150,7 +150,7 @@ WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, 
 def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
     share: float, size: tuple[int, int], source: Sources, output: Output
 ) -> None:
-    found = target(source(**WIDE), replace(output, engine="vllm"), kv_share=share)
+    found = target(source(**WIDE), replace(output, engine="vllm"), budget=share)
     assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == size
     assert "vllm takes latents of 256+64 (31.2%), 448+64 (50.0%) or 512+64 (56.2%) of the source's cache" in found.notes[-1]
 
@@ -162,7 +162,7 @@ def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
 @pytest.mark.parametrize("share", [0.2, 0.35])
 def test_a_budget_is_counted_in_the_format(form: str | None, share: float, source: Sources, output: Output) -> None:
     made = source(num_hidden_layers=2, head_dim=32)
-    plan = factored(made, output, kv_share=share, cache_dtype=form)
+    plan = factored(made, output, budget=share, cache_dtype=form)
     spec, budget = plan.target.spec, share * plan.before.bytes_per_token(made.dtype)
     held = spec.bytes_per_token(plan.cache_dtype)
     assert plan.cache_dtype == (form or made.dtype)
@@ -174,16 +174,16 @@ def test_a_budget_is_counted_in_the_format(form: str | None, share: float, sourc
 
 @pytest.mark.parametrize(("form", "kept"), [("q8_0", 320), ("q4_0", 200), ("int4", 60)])
 def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept: int, source: Sources, output: Output) -> None:
-    spec = factored(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
+    spec = factored(source(head_dim=32), output, budget=kept, cache_dtype=form).target.spec
     assert spec.bytes_per_token(form) <= kept
-    refusal = refused(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
+    refusal = refused(source(head_dim=32), output, budget=30, cache_dtype=form)
     least = int(str(refusal.hint).split()[3])
     assert 30 < least <= spec.bytes_per_token(form)
-    factored(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
+    factored(source(head_dim=32), output, budget=least, cache_dtype=form)
 
 
 def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output: Output) -> None:
-    size: dict[str, Any] = {"kv_share": 0.3, "per_layer_ranks": True}
+    size: dict[str, Any] = {"budget": 0.3, "per_layer_ranks": True}
     found = target(source(hidden_size=256, head_dim=32), output, "weighted", TEXT, cache_dtype="int4", **size)
     assert len(found.ranks) > 2
     assert all(rank % 8 == 0 for rank in found.ranks)
@@ -197,7 +197,7 @@ def test_a_budget_has_a_format_by_rule(
     """The first of its row that the engine stores, and that a portable result can have."""
     given = dict(changes)
     where, share = replace(output, engine=given.pop("engine", None)), above or 0.1
-    plan = factored(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, kv_share=share, cache_dtype="auto", **given)
+    plan = factored(source(hidden_size=256, head_dim=64), where, "weighted", TEXT, budget=share, cache_dtype="auto", **given)
     stored = [form for form in formats if not (changes and FORMAT[form].classes)]
     form = next(form for form in stored if not where.engine or form.startswith("q"))
     assert plan.cache_dtype == form
@@ -207,7 +207,7 @@ def test_a_budget_has_a_format_by_rule(
 
 
 def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sources, output: Output) -> None:
-    plan = factored(source(**WIDE), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="auto")
+    plan = factored(source(**WIDE), replace(output, engine="vllm"), budget=0.5, cache_dtype="auto")
     assert plan.cache_dtype == "float32"
     assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
@@ -218,28 +218,28 @@ SMALL: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
 # A source with KV heads, or with a latent (MLA-16+8); a size; the message, with its hint.
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, {"kv_lora_rank": 16}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
-    ("llama", {}, {"kv_share": 0.5, "kv_lora_rank": 16}, "not both"),
-    ("llama", {}, {"kv_bytes": 400, "qk_rope_head_dim": 8}, "not both"),
-    ("llama", {}, {"kv_share": 0.5, "pad_rank": True}, "a budget never goes beyond full size"),
+    ("llama", {}, {"budget": 0.5, "kv_lora_rank": 16}, "not both"),
+    ("llama", {}, {"budget": 400, "qk_rope_head_dim": 8}, "not both"),
+    ("llama", {}, {"budget": 0.5, "pad_rank": True}, "a budget never goes beyond full size"),
     ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 7}, "cannot keep 7 rotary dims"),
     ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 0}, "cannot keep 0 rotary dims"),
     ("llama", {}, {"kv_lora_rank": 16, "qk_rope_head_dim": 34}, "cannot keep 34 rotary dims of"),
     ("llama", {}, {"kv_lora_rank": 1, "qk_rope_head_dim": 8}, "a latent of rank 1 holds nothing: deepseek_v3 needs 1"),
-    ("llama", {}, {"kv_share": 1.01}, "exceeds the 768 of"),
-    ("llama", {}, {"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
+    ("llama", {}, {"budget": 1.01}, "exceeds the 768 of"),
+    ("llama", {}, {"budget": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
     ("llama", {}, {"kv_lora_rank": 35, "qk_rope_head_dim": 32}, "with 1 constant channel(s) of deepseek_v3 makes 33"),
     ("llama", {}, {"kv_lora_rank": 15, "qk_rope_head_dim": 8, "cache_dtype": "int4"},
      "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"),
     ("llama", {}, SMALL | {"portable": True, "cache_dtype": "mixed"}, "a portable result cannot be made for mixed: its norm"),
     ("llama", {}, SMALL | {"cache_dtype": "auto"}, "--cache-dtype auto chooses the format of a budget"),
-    ("llama", {}, {"kv_bytes": 3, "cache_dtype": "auto"}, "a budget of 3 bytes per token is too small for any rank"),
-    *(("llama", {}, {"engine": "vllm", "kv_share": 0.5, "cache_dtype": form},
+    ("llama", {}, {"budget": 3, "cache_dtype": "auto"}, "a budget of 3 bytes per token is too small for any rank"),
+    *(("llama", {}, {"engine": "vllm", "budget": 0.5, "cache_dtype": form},
        f"it is not known whether vllm stores caches in {form}") for form in ("int4", "fp8")),  # nobody has tried the latter
     ("llama", WIDE, {"engine": "vllm", "kv_lora_rank": 96, "qk_rope_head_dim": 32},
      "vllm takes latents of 256+64, 448+64 or 512+64, not of 96+32"),
-    ("llama", WIDE, {"engine": "vllm", "kv_share": 0.25}, "the budget leaves 256 numbers per layer and token"),
-    ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "deepseek_v3: llama.cpp does not run it"),
-    ("llama", WIDE, {"engine": "llama.cpp", "kv_share": 0.5}, "give --portable and --text FILE: llama.cpp runs a portable"),
+    ("llama", WIDE, {"engine": "vllm", "budget": 0.25}, "the budget leaves 256 numbers per layer and token"),
+    ("llama", WIDE, {"engine": "llama.cpp", "budget": 0.5}, "deepseek_v3: llama.cpp does not run it"),
+    ("llama", WIDE, {"engine": "llama.cpp", "budget": 0.5}, "give --portable and --text FILE: llama.cpp runs a portable"),
     ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
      {"kv_lora_rank": 33, "qk_rope_head_dim": 26}, "of each key's 8 dims only 6 have RoPE, which makes 24"),
     ("phimoe", {}, {"kv_lora_rank": 10**6, "qk_rope_head_dim": 3}, "does not have Llama's decoder blocks"),
@@ -250,8 +250,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
     ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
     ("deepseek_v3", {}, {"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and"),
-    ("deepseek_v3", {}, {"kv_bytes": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
-    ("deepseek_v3", {}, {"kv_bytes": 47}, "the least is 48 bytes per token in float32"),
+    ("deepseek_v3", {}, {"budget": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
+    ("deepseek_v3", {}, {"budget": 47}, "the least is 48 bytes per token in float32"),
     ("deepseek_v3", {}, SMALL | {"cache_dtype": "int8"}, "is MLA-16+8 already"),
     *(("deepseek_v3", changes, {"kv_lora_rank": 12, "qk_rope_head_dim": 8}, "has latent attention already (MLA-16+8)")
       for changes in ({"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False})),
