@@ -25,7 +25,7 @@ from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
 from eval.quality.perplexity import Score, add, batches, logits_of
-from eval.quality.protocol import Block
+from eval.quality.protocol import Batch
 from eval.report.sections import LARGE, meaning
 from eval.terminal.progress import Progress, stage
 
@@ -164,7 +164,7 @@ def _losses(
     losses = []
     for sample in samples:
         score = Score()
-        for batch in batches([Block(row, sample.first) for row in sample.ids], vocabulary):
+        for batch in batches([Batch(sample.ids, sample.first)], vocabulary):
             places = None if sample.positions is None else sample.positions.expand_as(batch.ids).to(input_device(model))
             add(score, batch, logits_of(model, batch, **positioned(places)))
             done(len(batch.ids))

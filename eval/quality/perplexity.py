@@ -9,9 +9,9 @@ its source after a hundred tokens, and much worse after a thousand. So the loss 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import nll_loss
@@ -19,7 +19,7 @@ from torch.nn.functional import nll_loss
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device
-from eval.quality.protocol import Block, Protocol
+from eval.quality.protocol import Batch, Protocol
 
 # Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
@@ -85,34 +85,11 @@ class Score:
         }
 
 
-class Batch(NamedTuple):
-    """Blocks of one shape, for one forward pass.
-
-    Attributes:
-        ids: `[B, T]`.
-        first: The index of the first scored token of each block.
-    """
-
-    ids: torch.Tensor
-    first: int
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """The N scored tokens, `[N]`."""
-        return self.ids[:, self.first :].flatten()
-
-
-def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
-    """Consecutive blocks of one shape together, as many as the limit on logits allows."""
-    waiting: list[Block] = []
-    for block in [*blocks, None]:
-        full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
-        alike = waiting and block and (len(block.ids), block.first) == (len(waiting[0].ids), waiting[0].first)
-        if waiting and (full or not alike):
-            yield Batch(torch.stack([w.ids for w in waiting]), waiting[0].first)
-            waiting = []
-        if block:
-            waiting.append(block)
+def batches(blocks: Iterable[Batch], vocabulary: int) -> Iterator[Batch]:
+    """The same blocks, as many together as the limit on logits allows."""
+    for ids, first in blocks:
+        at_once = max(1, _LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
+        yield from (Batch(part, first) for part in ids.split(at_once))
 
 
 def logits_of(model: Any, batch: Batch, **positions: torch.Tensor) -> torch.Tensor:
