@@ -26,7 +26,7 @@ from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
 from eval.quality.perplexity import Score, add, batches, logits_of
 from eval.quality.protocol import Batch
-from eval.report.sections import LARGE, meaning
+from eval.report.quality import LARGE, meaning
 from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")

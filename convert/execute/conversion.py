@@ -11,7 +11,7 @@ from attention.calibrated import Calibrated
 from attention.spec import AttentionSpec
 from convert.planning.base import Plan
 from convert.planning.texts import names_of
-from eval.report.sections import loss_text
+from eval.report.quality import loss_text
 
 
 @dataclass(frozen=True)
