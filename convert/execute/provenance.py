@@ -19,7 +19,7 @@ from convert.output.destination import versions
 from convert.planning.base import Plan
 from convert.planning.targets import Choice
 from convert.planning.texts import as_options
-from eval.inputs.overlap import WARN_ABOVE
+from eval.inputs.text import WARN_ABOVE
 from eval.report.quality import loss_text
 from eval.terminal.escapes import markdown
 

@@ -123,12 +123,6 @@ class GgufFile:
         changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
         return f"the source is a GGUF file{changed}; {_TOKENIZER}"
 
-    @property
-    def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of the file, by its name, which tell of a change."""
-        stat = self.path.stat()
-        return {self.path.name: [stat.st_size, stat.st_mtime_ns]}
-
     @cached_property
     def raw(self) -> dict[str, Any]:
         """The config.json that transformers makes of it.

@@ -22,7 +22,7 @@ from eval.inputs.source import Source
 from eval.machine.device import memory_for
 from eval.quality.cost import cache_figures
 from eval.quality.opened import Opening
-from eval.quality.perplexity import Score, add, logits_of
+from eval.quality.perplexity import Score, logits_of
 from eval.quality.probes import Cell, Found, Probes
 from eval.quality.protocol import Batch
 from eval.quality.settings import EvaluationSettings
@@ -133,9 +133,9 @@ def score_group(
             for batch in part:
                 expected = logits_of(source, batch)
                 if source_scores is not None:
-                    add(source_scores[context], batch, expected)
+                    source_scores[context].add(batch, expected)
                 for model, scores in others:  # hold one model's logits at a time
-                    add(scores[context], batch, logits_of(model, batch), expected)
+                    scores[context].add(batch, logits_of(model, batch), expected)
                 progress(len(batch.targets))
 
 

@@ -41,20 +41,21 @@ class Score:
     agreed: int = 0
     accepted: float = 0.0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
-        """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
-
-        If `expected` is None, `found` is the source's own.
-        """
-        self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
-        self.tokens += targets.numel()
-        if expected is None:
-            self.agreed += targets.numel()
-            self.accepted += targets.numel()
-        else:
-            self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
-            self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
-            self.accepted += torch.minimum(expected, found).exp().sum(-1).double().sum().item()
+    def add(self, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
+        """Add a model's `logits [N, vocabulary]`, compared with the source's, `expected`; None if they are its own."""
+        for start in range(0, len(batch.targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
+            part = slice(start, start + rows)
+            targets, found = batch.targets[part], logits[part].float().log_softmax(-1)
+            self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
+            self.tokens += targets.numel()
+            if expected is None:
+                self.agreed += targets.numel()
+                self.accepted += targets.numel()
+                continue
+            source = expected[part].to(logits.device).float().log_softmax(-1)
+            self.kl += (source.exp() * (source - found)).sum(-1).double().sum().item()
+            self.agreed += int((source.argmax(-1) == found.argmax(-1)).sum())
+            self.accepted += torch.minimum(source, found).exp().sum(-1).double().sum().item()
 
     @property
     def loss(self) -> float:
@@ -115,15 +116,6 @@ def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
     return logits
-
-
-def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
-    """Add a model's `logits [N, vocabulary]` to its score, compared with the source's, `expected` (None: it is the source)."""
-    targets = batch.targets
-    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
-        part = slice(start, start + rows)
-        before = None if expected is None else expected[part].to(logits.device).float().log_softmax(-1)
-        score.add(logits[part].float().log_softmax(-1), before, targets[part])
 
 
 def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:

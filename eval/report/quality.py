@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.errors import Failure, Refusal
-from eval.inputs.overlap import WARN_ABOVE
 from eval.inputs.sealed import write_whole
+from eval.inputs.text import WARN_ABOVE
 from eval.report import plot
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
