@@ -28,7 +28,6 @@ def measured_bytes_per_token(model: Any, dtype: str, context: int = _PROMPT) -> 
 
 
 def _filled(model: Any, tokens: int) -> Any:
-    """The cache of so many tokens."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
     # The logits of a long text can be larger than the model.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

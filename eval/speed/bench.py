@@ -189,7 +189,6 @@ def _entry(
 
 @torch.no_grad()  # as in `generate`
 def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, done: Callable[[int], None]) -> dict[str, Any]:
-    """One row of a model."""
     name = run.source.name
     what = f"{name} at {case} in {run.dtype}"
     with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
