@@ -21,8 +21,7 @@ from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
-from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.text import OneText, text_of
+from eval.inputs.text import OneText, text_of, warn_of_overlap
 from eval.quality.evaluation import prepare
 from eval.quality.opened import Opened
 from eval.quality.settings import EvaluationSettings

@@ -18,8 +18,7 @@ from convert.output.writing import explained, watched
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts
 from convert.planning.sweep import REPORT
-from eval.inputs.overlap import warn_of_overlap
-from eval.inputs.text import Text
+from eval.inputs.text import Text, warn_of_overlap
 from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report

@@ -151,8 +151,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*bound.args, **(bound.kwargs | values))
 
     named = [name for name in signature.parameters if name not in options]
-    lines = [f"{name}: {option.described(named)}" for name, option in options.items()]
-    checking.__doc__ = _REST.sub(lambda _: "".join(map(_wrapped, lines)), function.__doc__ or "")
+    wrapper = textwrap.TextWrapper(_WIDTH, _INDENT, f"{_INDENT}    ", break_on_hyphens=False)
+    lines = [wrapper.fill(f"{name}: {option.described(named)}") for name, option in options.items()]
+    checking.__doc__ = _REST.sub(lambda _: "".join(f"{line}\n" for line in lines), function.__doc__ or "")
     checking.__signature__ = signature  # type: ignore[attr-defined]
     return checking
 
@@ -172,32 +173,18 @@ def parse_count(text: str) -> int:
 
 def _expanded(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Option]]:
     """A function's signature with its options in the place of `**given`, and these."""
-    signature, found, options = inspect.signature(function), list[inspect.Parameter](), dict[str, Option]()
+    signature, hints = inspect.signature(function), typing.get_type_hints(function)
+    found, options = list[inspect.Parameter](), dict[str, Option]()
     for parameter in signature.parameters.values():
-        hint = _hint(str(parameter.annotation), function)
         if parameter.kind is not parameter.VAR_KEYWORD:
-            found.append(parameter.replace(annotation=hint))
+            found.append(parameter.replace(annotation=hints[parameter.name]))
             continue
-        (declared,) = typing.get_args(hint)
+        (declared,) = typing.get_args(hints[parameter.name])
         options = options_of(typing.get_origin(declared) or declared)
         for name, option in options.items():
             default = parameter.empty if option.required else option.default
             found.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=option.type))
     return signature.replace(parameters=found), options
-
-
-def _wrapped(line: str) -> str:
-    """A line of a docstring's Args."""
-    further = f"{_INDENT}    "
-    return textwrap.fill(line, _WIDTH, initial_indent=_INDENT, subsequent_indent=further, break_on_hyphens=False) + "\n"
-
-
-def _hint(written: str, function: Callable[..., Any]) -> Any:
-    """The type that an annotation means; Any if it names one that only type checkers import."""
-    try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": written}), function.__globals__)["it"]
-    except NameError:
-        return Any
 
 
 def parts(hint: Any) -> tuple[Any, ...]:
@@ -206,12 +193,10 @@ def parts(hint: Any) -> tuple[Any, ...]:
 
 
 def _named(hint: Any) -> str:
-    """A type, for people."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("pathlib.", "").replace("collections.abc.", "")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if len(parts(hint)) > 1:
         return any(_fits(value, part) for part in parts(hint))

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.quality.lockstep import Job, score_group
+from eval.quality.lockstep import score_group
 from eval.quality.perplexity import Score, batches
-from eval.quality.protocol import Block
+from eval.quality.protocol import Batch
 
 
 def compare(
-    source: Any, models: Sequence[Any], blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
+    source: Any, models: Sequence[Any], blocks: list[Batch], progress: Callable[[int], object] = lambda tokens: None
 ) -> list[Score]:
     """The source's score on blocks, then each model's against it."""
     scores = [Score() for _ in (source, *models)]
-    jobs = [Job(batch) for batch in batches(blocks, source.config.vocab_size)]
     others = [(model, [score]) for model, score in zip(models, scores[1:], strict=True)]
-    score_group(jobs, source, scores[:1], others, progress)
+    score_group([list(batches(blocks, source.config.vocab_size))], source, scores[:1], others, progress)
     return scores

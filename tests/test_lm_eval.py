@@ -14,7 +14,7 @@ from scoring import compare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Make
 
-from eval.quality.protocol import Block
+from eval.quality.protocol import Batch
 
 pytest.importorskip("lm_eval")
 PAGE = Path(__file__).parents[1] / "docs" / "evaluation.md"
@@ -64,7 +64,6 @@ def test_bits_per_byte_are_those_of_lm_eval_on_the_same_windows(checkpoint: Make
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=32)
     (nats,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
     ids = torch.tensor([tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]])
-    windows = [Block(ids[start : start + 33], 1) for start in range(0, len(text), 32)]
-    (score,) = compare(model, [], windows)
+    (score,) = compare(model, [], [Batch(ids.unfold(0, 33, 32), 1)])
     assert score.tokens == len(text)
     assert score.nats == pytest.approx(-nats, rel=1e-5)

@@ -24,9 +24,9 @@ from eval.inputs.loading import load
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
-from eval.quality.perplexity import Score, add, batches, logits_of
-from eval.quality.protocol import Block
-from eval.report.sections import LARGE, meaning
+from eval.quality.perplexity import Score, batches, logits_of
+from eval.quality.protocol import Batch
+from eval.report.quality import LARGE, meaning
 from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
@@ -164,9 +164,9 @@ def _losses(
     losses = []
     for sample in samples:
         score = Score()
-        for batch in batches([Block(row, sample.first) for row in sample.ids], vocabulary):
+        for batch in batches([Batch(sample.ids, sample.first)], vocabulary):
             places = None if sample.positions is None else sample.positions.expand_as(batch.ids).to(input_device(model))
-            add(score, batch, logits_of(model, batch, **positioned(places)))
+            score.add(batch, logits_of(model, batch, **positioned(places)))
             done(len(batch.ids))
         losses.append(score.loss)
     return losses

@@ -20,8 +20,8 @@ from convert.output.card import command_line, inherited_licence, metadata_of, re
 from convert.output.destination import versions
 from convert.planning.base import Plan
 from convert.planning.texts import as_options, names_of
-from eval.inputs.overlap import WARN_ABOVE
-from eval.report.sections import loss_text
+from eval.inputs.text import WARN_ABOVE
+from eval.report.quality import loss_text
 from eval.terminal.escapes import markdown
 
 

@@ -18,7 +18,7 @@ from convert.healing.texts import OWN, TrainingText
 from convert.output.card import command_line, inherited_licence, metadata_of, render, stated
 from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
-from eval.report.sections import loss_text
+from eval.report.quality import loss_text
 
 if TYPE_CHECKING:
     from convert.healing.loop import Outcome

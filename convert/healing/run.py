@@ -15,9 +15,8 @@ from convert.launch import is_first, launched_count
 from convert.output.destination import versions, without_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import Work, writing
-from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.reader import Reader
-from eval.inputs.text import Text
+from eval.inputs.text import Text, warn_of_overlap
 from eval.machine.device import compute_device, free_memory
 from eval.quality.evaluation import prepare
 from eval.quality.settings import EvaluationSettings

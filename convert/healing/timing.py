@@ -15,8 +15,7 @@ from convert.healing.texts import TrainingTexts
 from convert.launch import launched_count
 from convert.output.destination import INPUTS, Output, partial_path, read_provenance
 from eval.inputs.sealed import read_object
-from eval.machine.clock import timed
-from eval.machine.device import compute_device, memory_for
+from eval.machine.device import compute_device, memory_for, timed
 from eval.terminal.progress import Progress, stage
 
 _ROUNDS, _STEPS = 3, 3  # each round times steps of the size that follows from the round before

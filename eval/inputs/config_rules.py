@@ -10,7 +10,7 @@ import dataclasses
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention import calibrated, models
 from attention.errors import Refusal, one_line
@@ -23,64 +23,33 @@ _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxlist, _REPR.maxdict, _REPR.maxlevel = 4, 3, 2
 
 
-class Rule(NamedTuple):
-    """A rule that a value must satisfy.
-
-    Attributes:
-        holds: Whether a value satisfies it.
-        says: The rule in words, after "it must be".
-        per_layer: Whether the value may also be a list of such values, one for each layer.
-    """
-
-    holds: Callable[[Any], bool]
-    says: str
-    per_layer: bool = False
-
-    def accepts(self, value: Any) -> bool:
-        """Whether the rule holds. Null always passes: the class knows what may be null."""
-        if self.per_layer and isinstance(value, list):
-            return all(map(self.accepts, value))
-        return value is None or self.holds(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _size(low: int, high: int) -> Rule:
-    """An integer in a range, also for each layer."""
-    says = f"an integer from {low:,} to {high:,}"
-    return Rule(lambda v: _is_number(v) and isinstance(v, int) and low <= v <= high, says, per_layer=True)
-
-
-_OBJECT = Rule(lambda v: isinstance(v, dict), "an object")
+# Sizes, by which kvfold computes; also one for each layer. Configs that switch latent attention off have dims of 0.
+_SIZES: dict[str, range] = {
+    "num_hidden_layers": range(1, MAX_LAYERS + 1),  # but not for each layer
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim"), range(1, 2**16 + 1)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "kv_lora_rank", "q_lora_rank"), range(1, 2**20 + 1)),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), range(2**16 + 1)),
+    "vocab_size": range(1, 2**28 + 1),
+    **dict.fromkeys(("max_position_embeddings", calibrated.POSITIONS, calibrated.OF_SOURCE), range(1, 2**40 + 1)),
+    "sliding_window": range(2**40 + 1),  # see `check_config` for 0
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), range(2**16 + 1)),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), range(2**20 + 1)),
+}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_FLOAT = Rule(
+_FLOAT = (
     lambda v: isinstance(v, str) and (v.removeprefix("torch.") in _FLOATS or v.startswith("float8_")),
     f"the name of a float dtype ({', '.join(_FLOATS)})",
 )
-# Sizes, by which kvfold computes. Configs that switch latent attention off have dims of 0.
-_SIZES: dict[str, Rule] = {
-    "num_hidden_layers": Rule(_size(1, MAX_LAYERS).holds, _size(1, MAX_LAYERS).says),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim"), _size(1, 2**16)),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "kv_lora_rank", "q_lora_rank"), _size(1, 2**20)),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), _size(0, 2**16)),
-    "vocab_size": _size(1, 2**28),
-    **dict.fromkeys(("max_position_embeddings", calibrated.POSITIONS, calibrated.OF_SOURCE), _size(1, 2**40)),
-    "sliding_window": _size(0, 2**40),  # see `_check_window` for 0
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), _size(0, 2**16)),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _size(0, 2**20)),
-    "tie_word_embeddings": Rule(lambda v: isinstance(v, bool), "true or false"),
-}
-# Only for the JSON: in a built config these values are objects.
-_RAW: dict[str, Rule] = {
-    **_SIZES,
+_OBJECT = (lambda v: isinstance(v, dict), "an object")
+# What other values of the JSON have to be, and that in words. (In a built config, some of these are objects.)
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tie_word_embeddings": (lambda v: isinstance(v, bool), "true or false"),
     **dict.fromkeys(("dtype", "torch_dtype"), _FLOAT),
     **dict.fromkeys(("auto_map", "text_config", "vision_config", "audio_config", "rope_parameters", "rope_scaling"), _OBJECT),
-    "layer_types": Rule(lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of strings"),
-    "return_dict": Rule(lambda v: v is True, "true, since classes of transformers read their own output by name"),
+    "layer_types": (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of strings"),
+    "return_dict": (lambda v: v is True, "true, since classes of transformers read their own output by name"),
     # Not all that reads a checkpoint follows it: others would read the weights of another run.
-    "transformers_weights": Rule(lambda v: False, "left out, and the file be named model.safetensors"),
+    "transformers_weights": (lambda v: False, "left out, and the file be named model.safetensors"),
 }
 # Classes make lists of so many entries, in whatever part of the config these keys are.
 _MOST: dict[str, int] = {
@@ -104,11 +73,14 @@ def check_raw(raw: Mapping[str, Any], where: str) -> None:
     """
     for path, values in _objects(raw, where):
         for key, most in _MOST.items():
-            if _is_number(values.get(key)) and not values[key] <= most:
-                _refuse(where, path + key, values[key], f"at most {most:,}")
-    _check(raw, _RAW, where, "")
-    if isinstance(text := raw.get("text_config"), dict):
-        _check(text, _RAW, where, "text_config.")
+            if isinstance(value := values.get(key), int | float) and not value <= most:
+                _refuse(where, path + key, value, f"at most {most:,}")
+    for path, values in (("", raw), ("text_config.", raw.get("text_config"))):
+        if isinstance(values, dict):
+            _check_sizes(values, where, path)
+            for key, (holds, says) in _KINDS.items():
+                if (value := values.get(key)) is not None and not holds(value):
+                    _refuse(where, path + key, value, says)
 
 
 def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
@@ -150,55 +122,40 @@ def check_config(config: Any, where: str) -> None:
         raise Refusal(f"{where} has no single text config: {one_line(error)}") from None
     if not hasattr(text, "get_text_config"):
         raise Refusal(f"{where} has a text config that model type {config.model_type!r} does not read", hint="take it out")
-    values = _settings(text)
-    _check(values, _SIZES, where, "")
+    varying = getattr(text, "per_layer_attributes", None) or ()  # reading these raises
+    declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
+    declared |= getattr(text, "attribute_map", {}).keys()  # older names under the common ones, too
+    values = {name: getattr(text, name, None) for name in declared if name not in varying}
+    _check_sizes(values, where)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > width and not values.get("head_dim"):
         _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
+    stock = type(text).__module__.startswith("transformers.")
+    strays = {name: value for name, value in vars(text).items() if stock and name not in {*declared, *varying}}
     if not models.provides(config.model_type):  # a class inside it need not know of a latent
-        _check_latent(values, text, where)
+        if rank := strays.get("kv_lora_rank"):
+            _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
+        for key in ("qk_rope_head_dim", "v_head_dim") if (rank := values.get("kv_lora_rank")) else ():
+            if key in values and not values[key]:
+                _refuse(where, key, values[key], f"above 0 where kv_lora_rank is {rank}")
     if values.get("sliding_window") == 0 and values.get("use_sliding_window") is not False:
         _refuse(where, "sliding_window", 0, "an integer above 0, or null")
-    _check_of_caches(text, values, where)
-
-
-def _read(text: Any, name: str) -> Any:
-    """A setting; None where there is none, and where layers differ in it, since reading that raises."""
-    return None if name in (getattr(text, "per_layer_attributes", None) or ()) else getattr(text, name, None)
-
-
-def _settings(text: Any) -> dict[str, Any]:
-    """The declared settings that all layers share, older names under the common ones too."""
-    names = [field.name for field in dataclasses.fields(text)] if dataclasses.is_dataclass(text) else []
-    varying = getattr(text, "per_layer_attributes", None) or ()
-    return {name: getattr(text, name, None) for name in (*names, *getattr(text, "attribute_map", {})) if name not in varying}
-
-
-def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, path: str) -> None:
-    for key, rule in rules.items():
-        if not rule.accepts(values.get(key)):
-            _refuse(where, path + key, values[key], rule.says)
-
-
-def _check_latent(values: Mapping[str, Any], text: Any, where: str) -> None:
-    rank = _read(text, "kv_lora_rank")
-    if rank and "kv_lora_rank" not in values and type(text).__module__.startswith("transformers."):
-        _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
-    for key in ("qk_rope_head_dim", "v_head_dim") if rank else ():
-        if key in values and not values[key]:
-            _refuse(where, key, values[key], f"above 0 where kv_lora_rank is {rank}")
-
-
-def _check_of_caches(text: Any, values: Mapping[str, Any], where: str) -> None:
-    """Refuse what caches of transformers read from any config, where the class computes its attention without it."""
-    if not type(text).__module__.startswith("transformers."):
-        return
+    # What caches of transformers read from any config, where the class computes its attention without it.
     for key in ("layer_types", "sliding_window", "attention_chunk_size"):
-        stated = _read(text, key)
-        whole = not stated or (isinstance(stated, list) and set(stated) == {"full_attention"})
-        if not whole and key not in values and not hasattr(type(text)(), key):  # some classes set it when they are made
+        stated = strays.get(key)
+        whole = isinstance(stated, list) and set(stated) == {"full_attention"}
+        if stated and not whole and not hasattr(type(text)(), key):  # some classes set it when they are made
             kind = type(text).__name__
             _refuse(where, key, stated, f"left out: {kind} of transformers does not know it, and the cache would follow it")
+
+
+def _check_sizes(values: Mapping[str, Any], where: str, path: str = "") -> None:
+    """Refuse a size out of range. Null always passes: the class knows what may be null."""
+    for key, sizes in _SIZES.items():
+        value = values.get(key)
+        each = value if isinstance(value, list) and key != "num_hidden_layers" else [value]
+        if not all(size is None or (type(size) is int and size in sizes) for size in each):
+            _refuse(where, path + key, value, f"an integer from {sizes[0]:,} to {sizes[-1]:,}")
 
 
 def _objects(raw: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -23,7 +23,6 @@ from typing import Any
 
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
-from eval.inputs.gguf_header import require_sound
 
 _log = logging.getLogger("kvfold")
 # Keys of a header, without the architecture before them, and the names that configs have for what they say, of which the first
@@ -54,6 +53,12 @@ _QUANTISED = "bfloat16"  # what quantised weights become
 _TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
 _TOKENIZER = "its tokenizer is as transformers reads it, which may split some text otherwise than the original's"
 _ORIGINAL = "convert the checkpoint that it was made from"
+# Bounds of a header.
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value of each type, but of
+_STRING, _ARRAY = 8, 9  # which say theirs
+_MOST_ENTRIES = 2**16  # keys, or tensors
+_MOST_VALUES = 2**21  # of all lists together; a vocabulary of 262,144 tokens takes 1.3 million
+_MOST_DIMENSIONS = 4
 
 
 @dataclass(eq=False)
@@ -88,7 +93,7 @@ class GgufFile:
             hint = "pip install 'kvfold[gguf]'"
             raise Refusal(f"{path} is a GGUF file, for which the package gguf is missing", hint=hint) from None
         try:
-            require_sound(path)
+            _require_sound(path)
             reader = GGUFReader(path)
             keys = {name: name in _TOKENS or field.contents() for name, field in reader.fields.items()}
         except OSError as error:
@@ -117,12 +122,6 @@ class GgufFile:
     def note(self) -> str:
         changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
         return f"the source is a GGUF file{changed}; {_TOKENIZER}"
-
-    @property
-    def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of the file, by its name, which tell of a change."""
-        stat = self.path.stat()
-        return {self.path.name: [stat.st_size, stat.st_mtime_ns]}
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -258,3 +257,60 @@ def _same(said: Any, read: Any) -> bool:
     if isinstance(said, float) and isinstance(read, int | float):
         return math.isclose(said, read, rel_tol=1e-6)
     return bool(said == read)
+
+
+def _require_sound(path: Path) -> None:
+    """Walk over a header before a library reads it: counts that no model has would keep that busy for hours.
+
+    Raises:
+        ValueError: It runs beyond the end of the file, or says something that no writer of GGUF files does.
+        OSError: The file cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def number(width: int) -> int:
+            """The next unsigned integer of so many bytes, little-endian."""
+            found = file.read(width)
+            if len(found) < width:
+                raise ValueError("its header ends too soon")
+            return int.from_bytes(found, "little")
+
+        def skip(width: int) -> None:
+            if file.tell() + width > size:
+                raise ValueError("its header ends too soon")
+            file.seek(width, 1)
+
+        def skip_values(kind: int, count: int) -> None:
+            if kind == _STRING:
+                for _ in range(count):
+                    skip(number(8))
+            elif kind in _WIDTHS:
+                skip(count * _WIDTHS[kind])
+            else:
+                raise ValueError(f"it has a value of type {kind}, which does not exist")
+
+        if file.read(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if (version := number(4)) not in (2, 3):
+            raise ValueError(f"it is of version {version}, or written for machines of another byte order")
+        tensors, keys, listed = number(8), number(8), 0
+        for what, count in (("tensors", tensors), ("keys", keys)):
+            if count > _MOST_ENTRIES:
+                raise ValueError(f"it has {count} {what}, more than {_MOST_ENTRIES}")
+        for _ in range(keys):
+            skip(number(8))
+            kind, count = number(4), 1
+            if kind == _ARRAY:
+                kind, count = number(4), number(8)
+                listed += count
+            if kind == _ARRAY:
+                raise ValueError("it has a list of lists")
+            if listed > _MOST_VALUES:
+                raise ValueError(f"its lists have more than {_MOST_VALUES} values")
+            skip_values(kind, count)
+        for _ in range(tensors):
+            skip(number(8))
+            if (dimensions := number(4)) > _MOST_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions, more than {_MOST_DIMENSIONS}")
+            skip(8 * dimensions + 4 + 8)  # its sizes, its type and its place

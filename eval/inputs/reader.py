@@ -79,29 +79,28 @@ class Reader:
 
     def __init__(self, directory: Path, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> None:
         self._directory = directory
-        self._stored: dict[str, str] = {}  # the names in the files, where they differ
-        self._file_of: dict[str, str] = {}
+        self._places: dict[str, tuple[str, str]] = {}  # the file of each tensor, and its name there
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
-        self.files = _weight_files(directory)
+        self.files = weight_files(directory)
         for file in self.files:
             for name, info in self._headers(file):
                 self._add(file, name, info)
         if renamed and (names := renamed(self.infos)):
-            self._stored = {new: name for name, new in names.items()}
-            self._file_of = {names.get(name, name): file for name, file in self._file_of.items()}
+            self._places = {names.get(name, name): place for name, place in self._places.items()}
             self.infos = {names.get(name, name): info for name, info in self.infos.items()}
             self.aliases = {names.get(name, name): names.get(first, first) for name, first in self.aliases.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor as a view of its mapped file. One file is open at a time."""
-        tensor: torch.Tensor = self._shard(self._file_of[name]).get_tensor(self._stored.get(name, name))
+        file, stored = self._places[name]
+        tensor: torch.Tensor = self._shard(file).get_tensor(stored)
         return tensor
 
     def file(self, name: str) -> str:
         """The weight file that a tensor is in."""
-        return self._file_of[name]
+        return self._places[name][0]
 
     def _headers(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
         shard = self._shard(file)
@@ -123,9 +122,11 @@ class Reader:
         if len(info.shape) > _DIMS or math.prod(max(1, size) for size in info.shape) >= 2**63:
             shape = ", ".join(map(str, info.shape[:8])) + (", …" if info.shape[8:] else "")
             raise Failure(f"{file}: tensor {name} has a shape that no tensor can have: [{shape}]", hint=_AGAIN)
-        if name in self.infos and not self._same(name, self._file_of[name], file):
-            raise Failure(f"{self._file_of[name]} and {file} both hold tensor {name}, with other values", hint=_AGAIN)
-        self.infos[name], self._file_of[name] = info, file
+        if name in self.infos:
+            first, second = (self._shard(each).get_tensor(name) for each in (self.file(name), file))
+            if first.dtype != second.dtype or not torch.equal(first, second):
+                raise Failure(f"{self.file(name)} and {file} both hold tensor {name}, with other values", hint=_AGAIN)
+        self.infos[name], self._places[name] = info, (file, name)
 
     def _shard(self, file: str) -> Any:
         if self._open is None or self._open[0] != file:
@@ -133,16 +134,6 @@ class Reader:
             path = self._directory / file
             self._open = (file, _Pickle(path) if file.endswith(".bin") else open_safetensors(path))
         return self._open[1]
-
-    def _same(self, name: str, *files: str) -> bool:
-        one, other = (self._shard(file).get_tensor(name) for file in files)
-        return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def fingerprint(directory: Path) -> dict[str, list[int]]:
-    """Size and modification time of each weight file of a checkpoint, which tell of a change. Raises as `Reader`."""
-    stats = {file: (directory / file).stat() for file in _weight_files(directory)}
-    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
 class _Pickle:
@@ -163,12 +154,12 @@ class _Pickle:
             raise Failure(
                 f"{path.name} holds more than named tensors", hint="save the model's state_dict alone, as safetensors"
             )
-        for name, tensor in loaded.items():
-            _require_plain(path.name, name, tensor)
-        self.tensors = {name: tensor.detach().resolve_neg() for name, tensor in loaded.items()}
+        self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
-        for name, tensor in self.tensors.items():
+        for name, stored in loaded.items():
+            _require_plain(path.name, name, stored)
+            self.tensors[name] = tensor = stored.detach().resolve_neg()
             first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
             if first != name and tensor.numel():  # all empty tensors have the same address
                 self.aliases[name] = first
@@ -206,8 +197,8 @@ def open_safetensors(path: Path) -> Any:
         ) from None
 
 
-def _weight_files(directory: Path) -> list[str]:
-    """The weight files that transformers would load."""
+def weight_files(directory: Path) -> list[str]:
+    """The names of the weight files that transformers would load. Raises as `Reader`."""
     for single in (SAFETENSORS, PICKLES):
         index_path = directory / f"{single}.index.json"
         if (directory / single).is_file():

@@ -18,7 +18,7 @@ from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, misfits
 from eval.inputs.gguf import GgufFile
-from eval.inputs.reader import TOKENIZER_FILES, Reader, fingerprint
+from eval.inputs.reader import TOKENIZER_FILES, Reader, weight_files
 
 _DEFAULT_CONTEXT = 2048
 # Keys that say how one machine computes attention: another may not have it, and save_pretrained writes none of them.
@@ -164,11 +164,11 @@ class Source:
         parts = [("", self.raw), *((f"{name}.", part) for name, part in self.raw.items() if isinstance(part, dict))]
         for path, values in parts:
             for key in ("quantization_config", "quantization"):
-                if isinstance(stated := values.get(key), dict) and stated:
-                    kind = stated.get("quant_method") or ("MLX" if "group_size" in stated else "unknown method")
+                if stated := values.get(key):
+                    kind = stated
+                    if isinstance(stated, dict):
+                        kind = stated.get("quant_method") or ("MLX" if "group_size" in stated else "unknown method")
                     return str(kind), path + key
-                if stated:
-                    return str(stated), path + key
         return None
 
     def refuse_stale_quantisation(self) -> None:
@@ -313,7 +313,8 @@ class Source:
     @property
     def fingerprint(self) -> dict[str, list[int]]:
         """Size and modification time of each weight file, by name, which tell of a change. Raises as `Reader`."""
-        return self.gguf.fingerprint if self.gguf else fingerprint(self.files)
+        paths = [self.gguf.path] if self.gguf else [self.files / file for file in weight_files(self.files)]
+        return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
 
     @cached_property
     def files(self) -> Path:
@@ -323,13 +324,14 @@ class Source:
             Refusal: As of `refuse_adapter`, or as `GgufFile.directory`.
             Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.directory`.
         """
+        from huggingface_hub.utils import filter_repo_objects
+
         if self.gguf:
             return self.gguf.directory
         found = self.directory
         if found is None:
             listed = self._listed(self.commit)
-            unwanted = {name for name in listed or () if any(fnmatch(name, pattern) for pattern in _UNWANTED)}
-            whole = listed is None or any(fnmatch(name, _WANTED[0]) for name in {*listed} - unwanted)
+            whole = listed is None or any(filter_repo_objects(listed, allow_patterns=_WANTED[0], ignore_patterns=_UNWANTED))
             found = self._download(_WANTED if whole else _WANTED + _PICKLES, self.commit)
         refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found

@@ -1,10 +1,13 @@
-"""Texts for evaluation and calibration: a file or a named dataset, encoded once, with a hash of its tokens."""
+"""Texts for evaluation and calibration: a file or a named dataset, encoded once, with a hash of its tokens.
+
+Perplexity on the text that a model was calibrated on is too low, so the overlap of texts is measured.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +31,8 @@ _LARGE = 2**24  # characters; of a longer text, calibration sees excerpts
 _MOST, _MOST_PIPED = 2**32, 2**24  # bytes of a file, and of a pipe
 _EXCERPT = 2**15  # characters
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, fill the range from 0 to 1 evenly
+WARN_ABOVE = 0.01  # overlap: texts of one language share some runs
+_RUN = 32  # tokens; different texts hardly share a run of this length
 _MARK = "\ufeff"  # before a text, by which some editors tell its encoding
 
 
@@ -226,3 +231,37 @@ def bos_before_texts(tokenizer: Any) -> int | None:
     """The id of BOS if the tokenizer puts it before a text; some know a BOS that they put nowhere."""
     bos: int | None = tokenizer.bos_token_id
     return bos if tokenizer("a")["input_ids"][:1] == [bos] else None
+
+
+def overlap(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
+    """The share of `evaluated` ids `[n]`, cut into runs of 32 tokens, that occurs anywhere in `seen` ids `[m]`.
+
+    A text of fewer tokens is one run. Memory grows with n only.
+    """
+    run = min(_RUN, len(evaluated))
+    runs = list(_runs(evaluated, run, run))
+    wanted = set(runs)
+    found = {part for part in _runs(seen, run, 1) if part in wanted}
+    return sum(part in found for part in runs) / len(runs)
+
+
+def warn_of_overlap(evaluated: Tokens, texts: Iterable[Tokens], what: str) -> None:
+    """Warn, before the work, of text that is to be evaluated on and is also to be learned from.
+
+    Args:
+        evaluated: What perplexity will be measured on.
+        texts: What is learned from.
+        what: What the texts are for: "calibration" or "training".
+    """
+    for seen in texts:
+        if (share := overlap(evaluated.ids, seen.ids)) > WARN_ABOVE:
+            _log.warning(
+                "%s shares %.0f%% of its runs with the %s text %s: its perplexity will be flattered",
+                evaluated.name, 100 * share, what, seen.name,
+            )  # fmt: skip
+
+
+def _runs(ids: torch.Tensor, length: int, stride: int) -> Iterator[bytes]:
+    raw, size = ids.numpy().astype("<i4").tobytes(), 4
+    for start in range(0, len(ids) - length + 1, stride):
+        yield raw[start * size : (start + length) * size]

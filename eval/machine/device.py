@@ -1,13 +1,17 @@
-"""Devices: checks of `--device`, free memory, out-of-memory errors, and the input device of a loaded model."""
+"""Devices: checks of `--device`, free memory, out-of-memory errors, the input device of a loaded model, times, facts."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+import platform
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from attention.errors import Failure, Refusal
 
@@ -22,8 +26,6 @@ def require_device(name: str) -> None:
         Refusal: It is not a device name.
         Failure: This machine has no such device.
     """
-    import torch
-
     if name == "auto":
         return
     try:
@@ -38,8 +40,6 @@ def require_device(name: str) -> None:
 
 def compute_device(name: str) -> Any:
     """The `torch.device` of a checked `--device` argument; "auto" is a GPU if there is one."""
-    import torch
-
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
@@ -47,8 +47,6 @@ def compute_device(name: str) -> Any:
 
 def rough(device: Any) -> Any:
     """The dtype of products that may be rounded: bfloat16 where the machine multiplies that faster, else float32."""
-    import torch
-
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     read = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch do not tell
@@ -58,8 +56,6 @@ def rough(device: Any) -> Any:
 
 def free_memory(device: Any) -> int:
     """Bytes still available to tensors on `device`: a GPU's free memory, or this machine's."""
-    import torch
-
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -71,8 +67,6 @@ def free_memory(device: Any) -> int:
 
 def whole_memory(device: Any) -> int:
     """Bytes of a GPU's memory, or of this machine's, whatever uses them."""
-    import torch
-
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -96,8 +90,6 @@ def input_device(model: Any) -> Any:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` means a lack of memory: only torch's own allocator on a GPU has an exception class for that."""
-    import torch
-
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
@@ -109,3 +101,57 @@ def trim_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library, or none to ask
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def timed(device: torch.device, work: Callable[[], Any], before: Callable[[], Any], times: int) -> list[float]:
+    """The seconds of each of `times` runs of `work`; `before` runs ahead of each and is not timed.
+
+    On a GPU, CUDA events mark begin and end in the order of its own work, and the CPU waits for it once, at the end.
+    """
+    if device.type != "cuda":
+        return [_seconds(work, before) for _ in range(times)]
+    marks = []
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        for _ in range(times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            begin.record()
+            work()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in marks]
+
+
+def _seconds(work: Callable[[], Any], before: Callable[[], Any]) -> float:
+    before()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Conditions of a timing besides the model: the processor of `device`, cores, threads, versions, the current load."""
+    import transformers
+
+    is_gpu = device.type == "cuda"
+    return {
+        "device": str(device),
+        "name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else None,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_gpu else None,
+        "transformers": transformers.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -15,22 +15,18 @@ from eval.machine.device import input_device
 _PROMPT = 16
 
 
-def measured_bytes_per_token(model: Any, dtype: str, context: int | None = None) -> float:
+def measured_bytes_per_token(model: Any, dtype: str, context: int = _PROMPT) -> float:
     """Bytes per token of the cache that `model` fills over so many tokens, converted to storage in `dtype`.
 
     The model may run in another dtype than its checkpoint's (fp32 on a CPU): values are counted, and converted to bytes
-    in `dtype`. None for `context` is a short prompt within the windows of all layers.
+    in `dtype`.
     """
-    if context is None:
-        window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
-        context = max(1, min(_PROMPT, window - 1))
     kept = [layer for layer in _filled(model, context).layers if getattr(layer, "keys", None) is not None]
     values = sum(layer.keys.numel() + layer.values.numel() for layer in kept)  # linear attention has no keys
     return values * dtype_bytes(dtype) / context
 
 
 def _filled(model: Any, tokens: int) -> Any:
-    """The cache of so many tokens."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
     with torch.inference_mode():
         cache = model(input_ids=ids, use_cache=True, **logits_of(model, 1)).get(CACHE)
@@ -62,12 +58,11 @@ def cache_figures(
         Failure: Prediction and measurement differ, so neither can be reported.
     """
     cut = spec.is_cut(context)
-    filled = context if cut or form else None
-    predicted = spec.bytes_per_token(form or dtype, filled)
+    predicted = spec.bytes_per_token(form or dtype, context if cut or form else None)
     if form in KIVI:
         measured = None
     elif form is None:
-        measured = measured_bytes_per_token(model, dtype, filled)
+        measured = measured_bytes_per_token(model, dtype, context if cut else min(context, _PROMPT))
     else:
         measured = sum(layer.nbytes for layer in _filled(model, context).layers) / context
     if measured is not None and measured != predicted:

@@ -15,7 +15,7 @@ from eval.inputs.loading import calibration_tokens, compute_dtype, load, require
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import require_device
-from eval.quality.lockstep import Job, Lockstep, Row
+from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
 from eval.quality.perplexity import Score, batches, protocol_entry
@@ -70,9 +70,8 @@ def report_of(
         row.entry, row.remarks = identity(row.source) | {"calibration_overlap": share}, said
     probes = Probes.asked(settings, sources, tokens)
     vocabulary = sources[0].vocabulary
-    batched = [batches(protocol.blocks(tokens), vocabulary) for protocol in protocols]
-    jobs = [Job(batch, index) for index, part in enumerate(batched) for batch in part]
-    Lockstep(jobs, protocols[0].context, settings, probes, progress, opening).measure(rows)
+    scored = [list(batches(protocol.blocks(tokens), vocabulary)) for protocol in protocols]
+    measure(rows, scored, protocols[0].context, settings, probes, progress, opening)
     quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),

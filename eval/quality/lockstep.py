@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,8 +22,9 @@ from eval.inputs.source import Source
 from eval.machine.device import memory_for
 from eval.quality.cost import cache_figures
 from eval.quality.opened import Opening
-from eval.quality.perplexity import Batch, Score, add, logits_of
+from eval.quality.perplexity import Score, logits_of
 from eval.quality.probes import Cell, Found, Probes
+from eval.quality.protocol import Batch
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent, stage
 
@@ -51,77 +52,65 @@ class Row:
     found: dict[Cell, Found] = field(default_factory=dict)
 
 
-class Job(NamedTuple):
-    """A batch to score, and the index of its context."""
+def measure(
+    rows: Sequence[Row],
+    batches: Sequence[Sequence[Batch]],
+    context: int,
+    settings: EvaluationSettings,
+    probes: Probes | None = None,
+    progress: Progress = silent,
+    opening: Opening = load,
+) -> None:
+    """Fill in scores, caches and probes.
 
-    batch: Batch
-    context: int = 0
-
-
-@dataclass(frozen=True)
-class Lockstep:
-    """What is measured of models, in one order.
-
-    Attributes:
-        jobs: The batches to score.
+    Args:
+        rows: The models; the source comes first.
+        batches: What to score, for each context.
         context: Tokens of the cache that is measured.
         settings: How to load the models.
         probes: What else to read, or None.
         progress: Called with the number of scored tokens.
         opening: Loads a model that is read as it is.
+
+    Raises:
+        Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.
     """
+    first, *others = rows
+    total = sum(len(batch.targets) for part in batches for batch in part)
 
-    jobs: Sequence[Job]
-    context: int
-    settings: EvaluationSettings
-    probes: Probes | None = None
-    progress: Progress = silent
-    opening: Opening = load
-
-    def measure(self, rows: Sequence[Row]) -> None:
-        """Fill in scores, caches and probes; the source comes first.
-
-        Raises:
-            Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.
-        """
-        first, *others = rows
-        with self._opened(first, None) as source:
-            for number, group in enumerate(_groups(others)):
-                self._measure_group(first, source, group, again=number > 0)
-
-    def _measure_group(self, first: Row, source: Any, group: Sequence[Row], again: bool) -> None:
-        """The same of models that are loaded together. `again`: the source, which is loaded, has been measured already."""
+    def measure_group(source: Any, group: Sequence[Row], again: bool) -> None:  # whose end frees the models of a group
         with contextlib.ExitStack() as stack:
-            whole = first.entry["kv_bytes_per_token"]
-            models = [(row, stack.enter_context(self._opened(row, whole))) for row in group]
+            models = [(row, stack.enter_context(_opened(row, first, context, settings, opening))) for row in group]
             name = ", ".join(row.source.name for row in group or [first])
-            total = sum(len(job.batch.targets) for job in self.jobs)
             room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
-            with stage(self.progress, f"evaluate {name}", total, "token") as done, room:
+            with stage(progress, f"evaluate {name}", total, "token") as done, room:
                 scored = [(model, row.scores) for row, model in models]
-                score_group(self.jobs, source, None if again else first.scores, scored, done)
-            if self.probes is not None:
-                for row, model in models if again else [(first, source), *models]:
-                    if row.form not in KIVI:  # which rounds whole texts alone
-                        row.found = self.probes.measure(model, row.source.name, self.progress)
+                score_group(batches, source, None if again else first.scores, scored, done)
+            for row, model in models if again else [(first, source), *models]:
+                if probes is not None and row.form not in KIVI:  # which rounds whole texts alone
+                    row.found = probes.measure(model, row.source.name, progress)
 
-    @contextlib.contextmanager
-    def _opened(self, row: Row, whole: float | None) -> Iterator[Any]:
-        """The model of a row, freed when the block ends, its cache measured. `whole`: the source's KV bytes per token."""
-        source, form = row.source, row.form
-        opening = self.opening if form is None else load  # a cache in another format changes what others would read
-        with opening(source, self.settings.dtype, self.settings.device) as model:
-            pad_values(model)  # several times faster on a CPU, and changes no result
-            if form is not None:
-                (read_rounded if form in KIVI else store_encoded)(model, form)
-            spec = AttentionSpec.from_config(source.config)
-            whole = spec.bytes_per_token(source.dtype, self.context) if whole is None else whole
-            row.entry |= cache_figures(model, spec, source.dtype, whole, form, self.context)
-            yield model
+    with _opened(first, first, context, settings, opening) as source:
+        for number, group in enumerate(_groups(others)):
+            measure_group(source, group, again=number > 0)
+
+
+@contextlib.contextmanager
+def _opened(row: Row, first: Row, context: int, settings: EvaluationSettings, opening: Opening) -> Iterator[Any]:
+    """The model of a row, freed when the block ends, its cache measured. `first` is the source's row."""
+    source, form = row.source, row.form
+    with (opening if form is None else load)(source, settings.dtype, settings.device) as model:  # a format changes the model
+        pad_values(model)  # several times faster on a CPU, and changes no result
+        if form is not None:
+            (read_rounded if form in KIVI else store_encoded)(model, form)
+        spec = AttentionSpec.from_config(source.config)
+        whole = spec.bytes_per_token(source.dtype, context) if row is first else first.entry["kv_bytes_per_token"]
+        row.entry |= cache_figures(model, spec, source.dtype, whole, form, context)
+        yield model
 
 
 def score_group(
-    jobs: Sequence[Job],
+    batches: Sequence[Sequence[Batch]],
     source: Any,
     source_scores: Sequence[Score] | None,
     others: Sequence[tuple[Any, Sequence[Score]]],
@@ -130,7 +119,7 @@ def score_group(
     """Score some models beside their source.
 
     Args:
-        jobs: What to score.
+        batches: What to score, for each context.
         source: The source, loaded.
         source_scores: Its scores, one for each context; None if it has been scored already.
         others: The other models, loaded, each with its scores.
@@ -140,13 +129,14 @@ def score_group(
         Failure: A model's logits are not finite.
     """
     with torch.inference_mode():
-        for batch, context in jobs:
-            expected = logits_of(source, batch)
-            if source_scores is not None:
-                add(source_scores[context], batch, expected)
-            for model, scores in others:  # hold one model's logits at a time
-                add(scores[context], batch, logits_of(model, batch), expected)
-            progress(len(batch.targets))
+        for context, part in enumerate(batches):
+            for batch in part:
+                expected = logits_of(source, batch)
+                if source_scores is not None:
+                    source_scores[context].add(batch, expected)
+                for model, scores in others:  # hold one model's logits at a time
+                    scores[context].add(batch, logits_of(model, batch), expected)
+                progress(len(batch.targets))
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:

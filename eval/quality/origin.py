@@ -11,10 +11,9 @@ from attention.errors import Failure, KvfoldError
 from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
-from eval.inputs.overlap import overlap
 from eval.inputs.sealed import checksum, read_object
 from eval.inputs.source import Source
-from eval.inputs.text import Text, Tokens, reach
+from eval.inputs.text import Text, Tokens, overlap, reach
 
 
 def identity(source: Source) -> dict[str, Any]:

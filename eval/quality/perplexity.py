@@ -9,9 +9,9 @@ its source after a hundred tokens, and much worse after a thousand. So the loss 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import nll_loss
@@ -19,7 +19,7 @@ from torch.nn.functional import nll_loss
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device
-from eval.quality.protocol import Block, Protocol
+from eval.quality.protocol import Batch, Protocol
 
 # Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
@@ -41,20 +41,21 @@ class Score:
     agreed: int = 0
     accepted: float = 0.0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
-        """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
-
-        If `expected` is None, `found` is the source's own.
-        """
-        self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
-        self.tokens += targets.numel()
-        if expected is None:
-            self.agreed += targets.numel()
-            self.accepted += targets.numel()
-        else:
-            self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
-            self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
-            self.accepted += torch.minimum(expected, found).exp().sum(-1).double().sum().item()
+    def add(self, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
+        """Add a model's `logits [N, vocabulary]`, compared with the source's, `expected`; None if they are its own."""
+        for start in range(0, len(batch.targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
+            part = slice(start, start + rows)
+            targets, found = batch.targets[part], logits[part].float().log_softmax(-1)
+            self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
+            self.tokens += targets.numel()
+            if expected is None:
+                self.agreed += targets.numel()
+                self.accepted += targets.numel()
+                continue
+            source = expected[part].to(logits.device).float().log_softmax(-1)
+            self.kl += (source.exp() * (source - found)).sum(-1).double().sum().item()
+            self.agreed += int((source.argmax(-1) == found.argmax(-1)).sum())
+            self.accepted += torch.minimum(source, found).exp().sum(-1).double().sum().item()
 
     @property
     def loss(self) -> float:
@@ -85,34 +86,11 @@ class Score:
         }
 
 
-class Batch(NamedTuple):
-    """Blocks of one shape, for one forward pass.
-
-    Attributes:
-        ids: `[B, T]`.
-        first: The index of the first scored token of each block.
-    """
-
-    ids: torch.Tensor
-    first: int
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """The N scored tokens, `[N]`."""
-        return self.ids[:, self.first :].flatten()
-
-
-def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
-    """Consecutive blocks of one shape together, as many as the limit on logits allows."""
-    waiting: list[Block] = []
-    for block in [*blocks, None]:
-        full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
-        alike = waiting and block and (len(block.ids), block.first) == (len(waiting[0].ids), waiting[0].first)
-        if waiting and (full or not alike):
-            yield Batch(torch.stack([w.ids for w in waiting]), waiting[0].first)
-            waiting = []
-        if block:
-            waiting.append(block)
+def batches(blocks: Iterable[Batch], vocabulary: int) -> Iterator[Batch]:
+    """The same blocks, as many together as the limit on logits allows."""
+    for ids, first in blocks:
+        at_once = max(1, _LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
+        yield from (Batch(part, first) for part in ids.split(at_once))
 
 
 def logits_of(model: Any, batch: Batch, **positions: torch.Tensor) -> torch.Tensor:
@@ -138,15 +116,6 @@ def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
     return logits
-
-
-def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
-    """Add a model's `logits [N, vocabulary]` to its score, compared with the source's, `expected` (None: it is the source)."""
-    targets = batch.targets
-    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
-        part = slice(start, start + rows)
-        before = None if expected is None else expected[part].to(logits.device).float().log_softmax(-1)
-        score.add(logits[part].float().log_softmax(-1), before, targets[part])
 
 
 def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from attention.errors import Failure, Refusal
 
@@ -43,37 +43,47 @@ class Protocol:
             return cls(name, context, context // 2, "start")
         return cls(name, context, context, "block" if name == "bos" else "start")
 
-    def blocks(self, tokens: Tokens) -> list[Block]:
-        """Cut `tokens` into blocks. A shorter last block is dropped, unless it is the only one or blocks overlap.
+    def blocks(self, tokens: Tokens) -> list[Batch]:
+        """Cut `tokens` into blocks, by shape. A shorter last block is dropped, unless it is the only one or blocks overlap.
 
         Raises:
             Failure: The protocol begins every block with BOS, and the tokenizer has none.
         """
         import torch
 
-        if self.bos == "block" and tokens.bos is None:
+        every = self.bos == "block"
+        if every and tokens.bos is None:
             raise Failure(
                 f"protocol {self.name!r} opens every block with a BOS token, and the model's tokenizer adds none",
                 hint="use --protocol paper",
             )
         opening = torch.tensor([] if tokens.bos is None else [tokens.bos], dtype=torch.long)
-        if self.bos == "block":
-            parts = tokens.ids.split(self.context - 1)
-            blocks = [Block(torch.cat((opening, part)), 1) for part in parts]
-        else:
-            ids = torch.cat((opening, tokens.ids))
-            starts = range(0, max(1, len(ids) - self.context + self.stride), self.stride)
-            overlap = self.context - self.stride
-            # The first token of the text has no context; later blocks score only their new tokens.
-            blocks = [Block(ids[s : s + self.context], max(1, overlap) if s else 1) for s in starts]
-        if self.stride == self.context and len(blocks) > 1 and len(blocks[-1].ids) < self.context:
-            blocks.pop()
-        return [block for block in blocks if len(block.ids) > block.first]
+        ids = tokens.ids if every else torch.cat((opening, tokens.ids))
+        size = self.context - every
+        step = min(self.stride, size)
+        first = max(1, size - step)  # the first token of the text has no context; later blocks score only their new tokens
+        count = max(0, (len(ids) - size) // step + 1)
+        whole = ids.unfold(0, size, step) if count else ids.new_empty(0, size)
+        parts = [(whole, 1)] if first == 1 else [(whole[:1], 1), (whole[1:], first)]
+        if step < size or not count:
+            parts.append((ids[None, count * step :], first if count else 1))
+        if every:
+            parts = [(torch.cat((opening.expand(len(part), 1), part), 1), 1) for part, _ in parts]
+        return [Batch(part.contiguous(), first) for part, first in parts if len(part) and part.shape[1] > first]
 
 
-@dataclass(frozen=True)
-class Block:
-    """The `ids` of one forward pass; those from index `first` on are scored."""
+class Batch(NamedTuple):
+    """Blocks of one shape, each for a forward pass.
+
+    Attributes:
+        ids: `[B, T]`.
+        first: The index of the first scored token of each block.
+    """
 
     ids: torch.Tensor
     first: int
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The N scored tokens, `[N]`."""
+        return self.ids[:, self.first :].flatten()

@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.report.sections import cache_format
 from eval.terminal.escapes import printable
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ def to_svg(models: Sequence[Model]) -> str:
     """Perplexity against KV bytes per token: a colour for each method and format, a marker for each kind of attention."""
     import matplotlib.style
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     series = list(dict.fromkeys(map(_series, models[1:])))
     kinds = list(dict.fromkeys(printable(model["kind"]) for model in models))
@@ -42,21 +40,20 @@ def to_svg(models: Sequence[Model]) -> str:
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
         ring: dict[str, Any] = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 12, "linestyle": ""}
-        handles = [Line2D([], [], label="source", **ring)]
         axes.axhline(points[0][1], color="gray", linestyle="--", linewidth=1)
-        axes.plot(*points[0], **ring)
+        axes.plot(*points[0], label="source", **ring)
         for index, label in enumerate(series):
             line = sorted(point for point, model in zip(points[1:], models[1:], strict=True) if _series(model) == label)
-            axes.plot(*zip(*line, strict=True), color=f"C{index % 10}", linewidth=1)
-            handles.append(Line2D([], [], color=f"C{index % 10}", label=label))
+            axes.plot(*zip(*line, strict=True), color=f"C{index % 10}", linewidth=1, label=label)
         for point, model in zip(points, models, strict=True):
             colour = "black" if model is models[0] else f"C{series.index(_series(model)) % 10}"
             axes.plot(*point, marker[printable(model["kind"])], color=colour)
         log_x, log_y = (_scaled(axes, which, values) for which, values in zip("xy", zip(*points, strict=True), strict=True))
         axes.set_xlabel(f"KV bytes per token (KiB{', log scale' if log_x else ''})")
         axes.set_ylabel(f"perplexity{' (log scale)' if log_y else ''}")
-        handles += [Line2D([], [], color="black", marker=marker[kind], linestyle="", label=kind) for kind in kinds]
-        figure.legend(handles=handles, loc="outside right upper")
+        for kind in kinds:
+            axes.plot([], [], marker[kind], color="black", label=kind)
+        figure.legend(loc="outside right upper")
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return stream.getvalue()
@@ -64,7 +61,7 @@ def to_svg(models: Sequence[Model]) -> str:
 
 def _series(model: Model) -> str:
     """What a colour stands for: a method and the format of the cache, or the source in any format."""
-    method, form = model["method"], cache_format(model)
+    method, form = model["method"], model.get("cache_format")
     name = printable(f"{method}, {form} cache" if method and form else method or "not converted")
     return f" {name}" if name.startswith("_") else name  # matplotlib leaves out labels that begin with an underscore
 

@@ -1,23 +1,23 @@
 """Renders a report (`eval.evaluate` returns one) as JSON, Markdown and one self-contained HTML page with a plot.
 
-A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. Its tables are made in
-`eval.report.sections`, its plot in `eval.report.plot`.
+A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. Its tables are one list for
+Markdown and HTML, so they always agree; its plot is made in `eval.report.plot`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attention.errors import Failure, Refusal
-from eval.inputs.overlap import WARN_ABOVE
 from eval.inputs.sealed import write_whole
+from eval.inputs.text import WARN_ABOVE
 from eval.report import plot
-from eval.report.sections import LARGE, loss_text, sections
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -25,6 +25,8 @@ Model = dict[str, Any]
 Report = dict[str, Any]
 
 NAMES = ("report.json", "report.md", "report.html")
+LARGE = 0.25  # nats from which on a loss is said in words, too: perplexity × 1.3
+_DOUBLED = math.log(2)  # of the perplexity
 
 
 def to_json(report: Report) -> str:
@@ -133,3 +135,110 @@ def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:
     for name, text in pages.items():
         write_whole(directory / name, text.encode())
     return {name: directory / name for name in pages}
+
+
+class Section(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        header: One name per column.
+        rows: Cells, as many as columns.
+        words: The number of columns, from the left, that hold no numbers.
+        note: An explanation.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+    words: int = 1
+    note: str = ""
+
+
+def perplexity_text(value: float) -> str:
+    """`value` with four significant digits while that is readable: 5.472, 30.12, 412.6, 8,103, 3.2e+07."""
+    if value >= 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.{max(0, 3 - int(math.log10(value)))}f}" if value >= 1 else f"{value:.3f}"
+
+
+def fixed(value: float, spec: str = ".4f") -> str:
+    """`value` with fixed decimals; one that rounds to zero has no sign, so that no row reads `-0.0000`."""
+    return format(value, spec) if round(value, 4) else f"{0:.4f}"
+
+
+def loss_text(nats: float, spec: str = "+.4f") -> str:
+    """A loss over the source, and what it means if it is large."""
+    return f"{fixed(nats, spec)} nats" + (f" ({meaning(nats)})" if nats >= LARGE else "")
+
+
+def meaning(nats: float) -> str:
+    """What a large loss means."""
+    factor = math.exp(min(nats, 700))  # which a float can hold
+    return f"perplexity × {factor:.2g}: expect {'text that is hardly of use' if nats >= _DOUBLED else 'worse text'}"
+
+
+# Columns, by their headers: a figure of a model as text.
+_Columns = dict[str, Callable[[Model], str]]
+_IDENTITY: _Columns = {
+    "model": lambda m: m["name"],
+    "attention": lambda m: m["kind"],
+    "method": lambda m: str(m["method"] or "-"),
+}
+_QUALITY: _Columns = {
+    "perplexity": lambda m: perplexity_text(m["perplexity"]),
+    "loss (nats)": lambda m: fixed(m["loss_nats"], "+.4f"),
+    "bits/byte": lambda m: f"{m['bits_per_byte']:.3f}",
+    # An exact conversion has KL 0; a nearly exact one must look different.
+    "KL": lambda m: "<0.0001" if 0 < m["kl_to_source"] < 5e-5 else fixed(m["kl_to_source"]),
+    "top-1 agreement": lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %"),
+    "acceptance": lambda m: f"{m['acceptance']:.1%}".replace("%", " %"),
+}
+COLUMNS: _Columns = {
+    **_IDENTITY,
+    "KV bytes/token": lambda m: f"{m['kv_bytes_per_token']:,.0f}",
+    "of source": lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %"),
+    **_QUALITY,
+}
+
+
+def sections(report: Report) -> list[Section]:
+    """All tables of a report."""
+    models = report["models"]
+    rows = [_cells(model, COLUMNS) for model in models]
+    if any(model["path"] != models[0]["path"] for model in models):
+        rows[0][0] += " (source)"
+    tables = [Section(list(COLUMNS), rows, len(_IDENTITY))]
+    for other in report.get("other_contexts", []):
+        columns = {f"at context {other['context']:,}": _IDENTITY["model"], **_QUALITY}
+        tables.append(Section(list(columns), [_cells(model, columns) for model in other["models"]]))
+    return [*tables, _probes(report["probes"])] if report.get("probes") else tables
+
+
+def _cells(model: Model, columns: _Columns) -> list[str]:
+    return [printable(cell(model)) for cell in columns.values()]
+
+
+def _probes(found: list[Model]) -> Section:
+    """What each model loses at each position, and what it finds again over each distance: a row for each task and model."""
+    source, *others = ({(one["task"], one["at"]): one for one in model["found"]} for model in found)
+    distances = sorted({at for _, at in source if at is not None})
+    columns: list[int | None] = [*distances, None]
+    rows = [
+        [task, printable(model["name"]), *(_probed(cells.get((task, at)), cells is source) for at in columns)]
+        for task in dict.fromkeys(task for task, _ in source)
+        for model, cells in zip(found, (source, *others), strict=True)
+    ]
+    note = (
+        "The source: nats. Others: nats over the source ± standard error. In brackets: share of answers that greedy generation "
+        f"gives exactly. text: at positions from 0, {distances[1]:,}, … on. copy, key–value: so many tokens after the first "
+        "occurrence. four codes, variables: anywhere before."
+    )
+    return Section(["probe", "model", *(f"{at:,}" for at in distances), "anywhere"], rows, 2, note)
+
+
+def _probed(one: Model | None, is_source: bool) -> str:
+    if one is None:
+        return "-"
+    error = "" if is_source or one["standard_error"] is None else f" ± {one['standard_error']:.2f}"
+    exact = f" ({one['exact']:.0%})" if "exact" in one else ""
+    nats = round(one["nats"], 2) + 0.0  # no figure reads -0.00
+    return f"{nats:{'' if is_source else '+'}.2f}{error}{exact}"

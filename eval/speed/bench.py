@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,8 +24,7 @@ from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import compute_dtype, load, require_causal
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
-from eval.machine.clock import hardware, spread, timed
-from eval.machine.device import compute_device, free_memory, memory_for, require_device
+from eval.machine.device import compute_device, free_memory, hardware, memory_for, require_device, timed
 from eval.speed.workload import Workload
 from eval.terminal.progress import Progress, silent, stage
 from eval.terminal.tables import bytes_text
@@ -189,39 +189,39 @@ def _entry(
 
 @torch.no_grad()  # as in `generate`
 def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, done: Callable[[int], None]) -> dict[str, Any]:
-    """One row of a model."""
-    what = f"{run.source.name} at {case} in {run.dtype}"
+    name = run.source.name
+    what = f"{name} at {case} in {run.dtype}"
     with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
         work = Workload(model, *case)
         device = work.ids.device
-        row = case._asdict() | _warm_up(work, run)
+        work.to_start()
+        work.prefill()
+        work.check_cache(name, run.spec, run.dtype)
+        with kernels.watched() as served:
+            work.check_logits(name, run.dtype)
+        backend, reason = next(iter(served.items()), (None, None))
+        peak = _peak(work)
+        timed(device, work.step, work.to_last, _WARM_UP)
         prefills, steps = list[float](), list[float]()
         for _ in range(settings.rounds):
             prefills += timed(device, work.prefill, work.to_start, 1)
             timed(device, work.step, work.to_last, 1)  # the first step after other work is slower
             steps.append(sum(timed(device, work.step, work.to_last, settings.steps)) / settings.steps)
             done(1)
-    return row | {"prefill_seconds": spread(prefills), "step_seconds": spread(steps)}
-
-
-def _warm_up(work: Workload, run: ModelRun) -> dict[str, Any]:
-    """Everything but times: the backend, the memory, the chunks of the prefill."""
-    device, name = work.ids.device, run.source.name
-    work.to_start()
-    work.prefill()
-    work.check_cache(name, run.spec, run.dtype)
-    with kernels.watched() as served:
-        work.check_logits(name, run.dtype)
-    backend, reason = next(iter(served.items()), (None, None))
-    found: dict[str, Any] = {
+    return {
+        **case._asdict(),
         "backend": backend,
         "backend_reason": reason,
         "prefill_chunk": work.chunk,
         "cache_bytes": work.cache_bytes,
-        "peak_bytes": _peak(work),
+        "peak_bytes": peak,
+        "prefill_seconds": _spread(prefills),
+        "step_seconds": _spread(steps),
     }
-    timed(device, work.step, work.to_last, _WARM_UP)
-    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
 
 
 def _peak(work: Workload) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from tiny import save_tokenizer
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import Text, Tokens, load_dataset, read_file, tokenize
+from eval.inputs.text import Text, Tokens, load_dataset, overlap, read_file, tokenize
 
 
 @pytest.fixture
@@ -183,3 +183,11 @@ def test_the_hash_is_of_the_ids_alone() -> None:
     assert tokens_of(ids).hash == "sha256:313a9de55e88265f756e61a8793c45193dade4a5b645f7f35082452e6b133604"
     for others in ([1, 2, 70_001], [2, 1, 70_000], [1, 2], [1, 2, 70_000, 0]):
         assert tokens_of(others).hash != tokens_of(ids).hash
+
+
+def test_runs_are_found_at_any_place() -> None:
+    ids = torch.randint(1000, (320,), generator=torch.Generator().manual_seed(0))
+    assert overlap(ids, ids) == 1
+    assert overlap(ids, torch.cat((ids[:5], ids[32:96], ids[:3]))) == 0.2
+    assert overlap(ids, ids.flip(0)) == 0
+    assert overlap(ids[:10], ids[:30]) == 1

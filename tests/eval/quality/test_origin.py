@@ -11,10 +11,8 @@ from written import Make
 
 from attention.errors import Failure
 from eval.inputs.loading import tokens_of
-from eval.inputs.overlap import overlap
-from eval.inputs.reader import fingerprint
 from eval.inputs.source import Source
-from eval.inputs.text import Text
+from eval.inputs.text import Text, overlap
 from eval.quality.origin import identity, remarks, seen_share
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
@@ -73,8 +71,8 @@ def test_a_source_its_conversions_and_theirs_are_compared_without_remarks(named:
     first, second = named("first", "elsewhere/source@main"), named("second", "first")
     assert remarked(source, second, first) == [[]] * 3
     assert remarked(first, second) == [[]] * 2
-    moved = named("third", "before", source_files=fingerprint(source.files))
-    healed = {"model.safetensors": [1, 1]} | {f"teacher/{name}": file for name, file in fingerprint(source.files).items()}
+    moved = named("third", "before", source_files=source.fingerprint)
+    healed = {"model.safetensors": [1, 1]} | {f"teacher/{name}": file for name, file in source.fingerprint.items()}
     assert remarked(source, moved, named("healed", "before", source_files=healed)) == [[]] * 3
     assert remarked(named("other"), named("another")) == [[]] * 2, "of models of others, nothing is known"
 

@@ -18,7 +18,7 @@ from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import report_of
 from eval.quality.probes import RUN, Probes, Reading, figures
 from eval.quality.settings import EvaluationSettings
-from eval.report.sections import sections
+from eval.report.quality import sections
 from eval.terminal.progress import silent
 
 WORDS = 256

@@ -21,7 +21,8 @@ def tokens(count: int, bos: int | None = BOS) -> Tokens:
 
 
 def cut(protocol: str, context: int, count: int, bos: int | None = BOS) -> list[tuple[list[int], int]]:
-    return [(block.ids.tolist(), block.first) for block in Protocol.named(protocol, context).blocks(tokens(count, bos))]
+    blocks = Protocol.named(protocol, context).blocks(tokens(count, bos))
+    return [(ids, batch.first) for batch in blocks for ids in batch.ids.tolist()]
 
 
 def scored(protocol: str, context: int, count: int, bos: int | None = BOS) -> list[int]:

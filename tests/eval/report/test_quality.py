@@ -15,7 +15,6 @@ import pytest
 from attention.errors import Failure
 from eval.report import plot
 from eval.report import quality as reports
-from eval.report.sections import COLUMNS
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>"
@@ -168,7 +167,7 @@ def test_html_is_one_well_formed_page_with_a_plot(count: int) -> None:
     text = reports.to_html(report)
     page = parsed(text)
     assert page.attrib == {"lang": "en"}
-    assert [element.attrib["scope"] for element in page.iter("th")] == ["col"] * len(COLUMNS) + ["row"] * count
+    assert [element.attrib["scope"] for element in page.iter("th")] == ["col"] * len(reports.COLUMNS) + ["row"] * count
     ids = [element.attrib["id"] for element in page.iter() if "id" in element.attrib]
     assert len(ids) == len(set(ids))
     used = set(re.findall(r"url\(#(\w+)\)", text)) | set(re.findall(r'href="#(\w+)"', text))

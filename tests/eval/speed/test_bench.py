@@ -21,7 +21,7 @@ from attention import absorb
 from attention.errors import Failure, Refusal
 from attention.spec import AttentionSpec
 from eval.inputs.source import Source
-from eval.machine import clock
+from eval.machine import device
 from eval.machine.device import free_memory, memory_for, trim_memory, whole_memory
 from eval.speed import bench
 from eval.speed.bench import BenchSettings, Case, check, run
@@ -64,8 +64,8 @@ def test_only_the_work_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return work
 
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    assert clock.timed(CPU, spend("work", 0.25), spend("before", 8.0), 3) == [0.25, 0.25, 0.25]
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    assert device.timed(CPU, spend("work", 0.25), spend("before", 8.0), 3) == [0.25, 0.25, 0.25]
     assert log == ["before", "work"] * 3
 
 
@@ -87,12 +87,12 @@ def test_a_gpu_times_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     work, before = (lambda what=what: log.append(what) for what in ("work", "before"))
-    assert clock.timed(torch.device("cuda"), work, before, 2) == [0.25, 0.25]
+    assert device.timed(torch.device("cuda"), work, before, 2) == [0.25, 0.25]
     assert log == ["wait", *["before", "mark", "work", "mark"] * 2, "wait"]
 
 
 def test_the_machine_is_named_and_its_memory_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = clock.hardware(CPU)
+    machine = device.hardware(CPU)
     assert machine["name"]
     assert (machine["threads"], machine["torch"]) == (torch.get_num_threads(), torch.__version__)
     assert 2**20 < free_memory(CPU) < whole_memory(CPU)
