@@ -143,7 +143,7 @@ class Attention:
 
         if self.projections is not None or (self.k_norm is None and clip is None):
             return self
-        assert self.k_norm is None or not self.k_norm.after_rotary, "a norm behind RoPE"
+        assert self.k_norm is None or not self.k_norm.form.after_rotary, "a norm behind RoPE"
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
         device, dtype = self.k.device, torch.promote_types(self.k.dtype, torch.float32)
         one = torch.eye(2 * groups * dim, device=device, dtype=dtype).unflatten(0, (2 * groups, dim))
@@ -155,7 +155,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FactoredAttention:
-    """One layer's multi-head latent attention, as `attention.reference.latent_attention` computes it.
+    """One layer's multi-head latent attention, which scores and reads a latent of each token (DeepSeek-V2, arXiv 2405.04434).
 
     Attributes:
         q_nope: `[H, N, E]`, queries for the nope keys.
@@ -201,10 +201,10 @@ class FactoredAttention:
     gain: torch.Tensor | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
-        """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""
-        latent = x @ self.down.float().T
+        """The latent `[…, T, R]` of inputs `[…, T, E]`, in their dtype."""
+        latent = x @ self.down.to(x.dtype).T
         latent = latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
-        return latent if self.gain is None else latent * self.gain.float()
+        return latent if self.gain is None else latent * self.gain.to(x.dtype)
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""

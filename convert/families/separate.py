@@ -76,14 +76,14 @@ class NormRow:
         import torch
 
         if self.storage == "none":
-            return self.form(eps).with_gains(next(iter(tensors.values())).new_ones(1, head_dim), None)
+            return QKNorm(self.form(eps), next(iter(tensors.values())).new_ones(1, head_dim))
 
         def stack(kind: str) -> torch.Tensor:
             parts = [tensors[f"{part}.{kind}"] for part in self.names(name, heads)]
             whole = parts[0] if len(parts) == 1 else torch.stack(parts)
             return whole.view(-1, head_dim)  # [1 or heads, D]
 
-        return self.form(eps).with_gains(stack("weight"), stack("bias") if self.bias else None)
+        return QKNorm(self.form(eps), stack("weight"), stack("bias") if self.bias else None)
 
     def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
         if self.storage == "none":

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from attention.qk_norm import QKNorm
+from attention.qk_norm import NormForm, QKNorm
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -16,7 +16,7 @@ def test_the_derivative_is_that_of_the_norm(kind: Literal["rms", "layer"], scope
     """Also of one over all heads, where there is but one head."""
     generator = torch.Generator().manual_seed(0)
     states, change, pull, gain = (torch.randn(heads, 5, 8, generator=generator, dtype=torch.float64) for _ in range(4))
-    norm = QKNorm(kind, scope, gain[:, 0], None, 1e-6, 0.5)
+    norm = QKNorm(NormForm(kind, scope, True, False, 1e-6, 0.5), gain[:, 0])
     _, expected = torch.func.jvp(lambda x: norm(x[None])[0], (states,), (change,))
     derivative = norm.linearised(states)
     torch.testing.assert_close(derivative(change), expected)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from attention import rope
+from attention.qk_norm import QKNorm
 from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP
@@ -259,7 +260,7 @@ class Search:
             row = NormRow(
                 "", "", kind, storage, eps=field, bias=bias is not None, gain_offset=offset, after_rotary=after_rotary
             )
-            norm = row.form(eps).with_gains(gain.view(-1, dim), None if bias is None else bias.view(-1, dim))
+            norm = QKNorm(row.form(eps), gain.view(-1, dim), None if bias is None else bias.view(-1, dim))
             if near(norm(read), gave):
                 return row
         return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from records import factored, inputs, random, record, run
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
-from attention.qk_norm import QKNorm
+from attention.qk_norm import NormForm, QKNorm
 from attention.record import Record
 
 WIDTH = 12
@@ -66,15 +66,15 @@ def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(norm:
 
     def placed(name: str, normalise: Any) -> torch.Tensor:
         states, positions = projected(a, name, x), torch.arange(7)
-        if normalise.after_rotary:
+        if normalise.form.after_rotary:
             return normalise(a.rotary.rotate(states, positions))
         return a.rotary.rotate(normalise(states), positions)
 
     states = placed("q", a.q_norm), placed("k", a.k_norm), projected(a, "v", x)
     context, found = scaled_dot_product_attention(*states, is_causal=True, scale=a.scale, enable_gqa=True), run(a, x)
     torch.testing.assert_close(found, put_out(a, context), rtol=1e-9, atol=1e-9)
-    other = dataclasses.replace(a.q_norm, after_rotary=norm != "after")
-    assert not torch.allclose(found, run(dataclasses.replace(a, q_norm=other), x))
+    other = dataclasses.replace(a.q_norm.form, after_rotary=norm != "after")
+    assert not torch.allclose(found, run(dataclasses.replace(a, q_norm=dataclasses.replace(a.q_norm, form=other)), x))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -92,13 +92,13 @@ def test_norms_are_those_of_torch(kind: Any, biased: bool, offset: float) -> Non
 
     for heads in (1, 4):
         rows = None if bias is None else bias[:heads]
-        norm = QKNorm(kind, "head", gain[:heads], rows, 1e-3, offset)
+        norm = QKNorm(NormForm(kind, "head", heads > 1, biased, 1e-3, offset), gain[:heads], rows)
         assert norm.per_head_gains == (heads > 1)
         for head, found in enumerate(norm(states).unbind(1)):
             expected = torchs(states[:, head], gain[head % heads], None if rows is None else rows[head % heads])
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     flat = torchs(states.transpose(1, 2).flatten(2), gain.flatten(), None if bias is None else bias.flatten())
-    norm = QKNorm(kind, "all", gain, bias, 1e-3, offset)
+    norm = QKNorm(NormForm(kind, "all", True, biased, 1e-3, offset), gain, bias)
     assert norm.per_head_gains
     torch.testing.assert_close(norm(states).transpose(1, 2).flatten(2), flat, rtol=1e-12, atol=1e-12)
 
