@@ -1,8 +1,8 @@
 """Runs decoder layers one at a time over a text: a layer's inputs are on disk, and only its weights are in memory.
 
 The model is built without weights and takes them from the checkpoint as transformers' own loading would. A probing pass
-through its own forward, with recorders in place of the layers, shows the arguments of each layer (masks, rotary tables,
-…), so that any class works, of a source or of a result.
+through its own forward, whose layers only record, shows the arguments of each layer (masks, rotary tables, …), so that any
+class works, of a source or of a result.
 """
 
 from __future__ import annotations
@@ -157,19 +157,32 @@ class LayerStream:
         trim_memory()
 
     @contextlib.contextmanager
-    def opened(self, layer: int) -> Iterator[OpenLayer]:
-        """The layer as a function of its attention's weights, during the block."""
+    def opened(self, layer: int) -> Iterator[None]:
+        """Have the layer without its attention in memory during the block, for `run` and `read`."""
+        with self._loaded(self._within(layer, attention=False)):
+            yield
+
+    def run(self, layer: int, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The output `[b, T, E]` of an open layer, differentiable in its attention's `weights`, named as in checkpoints."""
         path, inside = self._paths.module(layer), f"{self._path(layer)}."
         attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
         # Conversions on loading would not pass gradients.
         assert not any(map(self._tensors.is_converted, attention)), "an attention whose tensors are fused on loading"
+        given = {name.removeprefix(inside): self._tensors.tensor(name, weights.__getitem__) for name in attention}
+        return self._forward(layer, *inputs, given)
 
-        def run(inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            given = {name.removeprefix(inside): self._tensors.tensor(name, weights.__getitem__) for name in attention}
-            return self._forward(layer, *inputs, given)
+    def read(self, layer: int, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the output projection reads in `run`, `[b, T, H D]`; the layer stops there."""
+        seen: list[torch.Tensor] = []
 
-        with self._loaded(self._within(layer, attention=False)):
-            yield OpenLayer(run, self._model.get_submodule(self._paths.output(layer)))
+        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0])
+            raise _EnoughError
+
+        output = self._model.get_submodule(self._paths.output(layer))
+        with output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
+            self.run(layer, inputs, weights)
+        return seen[0]
 
     def batch(self, layer: int, batch: int) -> Inputs:
         """The layer's inputs of one batch; for `num_layers`, the outputs of the last layer."""
@@ -309,19 +322,27 @@ class LayerStream:
 
     def _calls(self, embeddings: torch.Tensor, positions: torch.Tensor, first_only: bool = False) -> list[_Call]:
         """The arguments with which the model calls each of its layers for these embeddings."""
-        decoder, _, name = self._layers.rpartition(".")
-        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
+        owner = self._model.get_submodule(self._layers.rpartition(".")[0])
+        layers = list(self._model.get_submodule(self._layers))
         calls: list[_Call] = []
-        last = 0 if first_only else self.num_layers - 1
-        setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
+
+        def record(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(_Call(hidden_states, args, kwargs))
+            if first_only or len(calls) == len(layers):
+                raise _EnoughError
+            return hidden_states.as_subclass(_Passed)
+
         try:
+            for module in layers:
+                module.forward = record
             through = {"use_cache": False} if self._cache is None else {"use_cache": True, CACHE: self._cache}
             owner(inputs_embeds=embeddings, **through, **positioned(positions.to(embeddings.device)))
         except _EnoughError:
             return calls
         finally:
-            setattr(owner, name, whole)
-        raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
+            for module in layers:
+                del module.forward
+        raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {len(layers)} layers")
 
 
 def positioned(positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -346,34 +367,6 @@ class Inputs(NamedTuple):
     positions: torch.Tensor
 
 
-class OpenLayer:
-    """A layer that takes its attention's weights as an argument of each call.
-
-    Args:
-        run: `(inputs, weights) -> output`.
-        output: The attention's output projection.
-    """
-
-    def __init__(self, run: Callable[[Inputs, Mapping[str, torch.Tensor]], torch.Tensor], output: torch.nn.Module) -> None:
-        self._run, self._output = run, output
-
-    def __call__(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
-        return self._run(inputs, weights)
-
-    def read(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What the output projection reads, `[b, T, H D]`; the layer stops there."""
-        seen: list[torch.Tensor] = []
-
-        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            seen.append(args[0])
-            raise _EnoughError
-
-        with self._output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
-            self(inputs, weights)
-        return seen[0]
-
-
 def _below(path: str, names: Iterable[str]) -> list[str]:
     """The names within the module at `path`."""
     return [name for name in names if not path or name.startswith(f"{path}.")]
@@ -389,25 +382,8 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Recorder(torch.nn.Module):
-    """Replaces a layer, looks like it to the model, and records the arguments of its calls."""
-
-    def __init__(self, layer: torch.nn.Module, calls: list[_Call], last: bool) -> None:
-        super().__init__()
-        self.__dict__["_layer"], self._calls, self._last = layer, calls, last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._calls.append(_Call(hidden_states, args, kwargs))
-        if self._last:
-            raise _EnoughError
-        return hidden_states.as_subclass(_Passed)
-
-
 class _Passed(torch.Tensor):
-    """The output of a recorder: some classes use what a layer returns as a tensor, others as a tuple's first item."""
+    """The output of a recorded layer: some classes use what a layer returns as a tensor, others as a tuple's first item."""
 
     # Results computed from it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

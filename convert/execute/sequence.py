@@ -131,11 +131,11 @@ class _Pair:
         fit = OutputFit(after)
         weights = self._write(layer, after)
         lacking = self._job.plan.family.traits.adds_output
-        with self.student.opened(layer) as run:
+        with self.student.opened(layer):
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
                 own = self.student.batch(layer, batch)
-                fit.see(run.read(own, weights), added + inputs - own.hidden if lacking else added)
+                fit.see(self.student.read(layer, own, weights), added + inputs - own.hidden if lacking else added)
 
             self.teacher.advance(layer, attended=attended)
         return fit.record()
