@@ -1,4 +1,7 @@
-"""Naive grouped and latent attention in the precision of its arguments: the oracle of every test, slow and obviously right."""
+"""Naive grouped and latent attention in the precision of its arguments: the oracle of every test, slow and obviously right.
+
+Classes of transformers compute the same (tests/convert/families/test_contract.py).
+"""
 
 from __future__ import annotations
 
