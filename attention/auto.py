@@ -47,15 +47,11 @@ def auto_class(config: Any) -> Any:
     import transformers
 
     models.make_known(config.model_type)
-    autos = {
-        transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        transformers.AutoModelForImageTextToText: transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    }
-    found = [auto for auto, mapping in autos.items() if type(config) in mapping]
+    found = _classes(config)
     if len(found) > 1:
         named = config.architectures or ()
-        found = [auto for auto in found if autos[auto][type(config)].__name__ in named] or found
-    return found[0] if found else transformers.AutoModelForCausalLM
+        found = {auto: classes for auto, classes in found.items() if classes[type(config)].__name__ in named} or found
+    return next(iter(found), transformers.AutoModelForCausalLM)
 
 
 def from_config(config: Any, **options: Any) -> Any:
@@ -72,7 +68,15 @@ def from_config(config: Any, **options: Any) -> Any:
 
 def has_class(config: Any) -> bool:
     """Whether transformers has a language model of this config."""
+    return bool(_classes(config))
+
+
+def _classes(config: Any) -> dict[Any, Any]:
+    """The auto classes that have a class for the config, and all that each of them has."""
     import transformers
 
-    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return any(type(config) in mapping for mapping in mappings)
+    autos = {
+        transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.AutoModelForImageTextToText: transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    return {auto: classes for auto, classes in autos.items() if type(config) in classes}

@@ -39,7 +39,7 @@ class Block:
 
 def attention_output(record: Record, blocks: Iterable[Block]) -> torch.Tensor:
     """Causal attention of blocks of any lengths, one after another: `[tokens, E]`, fp32."""
-    return torch.cat([_output(record, block.float()) for block in blocks])
+    return torch.cat([output_of(record, block.float()) for block in blocks])
 
 
 def output_error(before: Record, after: Record, blocks: Sequence[Block]) -> float:
@@ -70,7 +70,7 @@ def spans(count: int, size: int | None = None) -> list[slice]:
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values of a record's heads in one block, fp32.
+    """Queries, keys and values of a record's heads in one block, in the dtype of its inputs.
 
     Attributes:
         inputs: `[T, E]`, what keys and values are made of.
@@ -178,7 +178,7 @@ class Jacobian:
         """At projected `states [heads, T, D]`."""
         if norm is None:
             return cls(rotation)
-        return cls(rotation, norm.linearised(rotation(states) if norm.after_rotary else states), norm.after_rotary)
+        return cls(rotation, norm.linearised(rotation(states) if norm.form.after_rotary else states), norm.form.after_rotary)
 
     @classmethod
     def of_queries(cls, record: Record, heads: Heads) -> Jacobian:
@@ -236,14 +236,14 @@ def heads_of(record: Record, block: Block) -> Heads:
         of_queries, x = (part[0] for part in record.projections(x[None]))
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
-            of_queries = of_queries @ record.q_down.float().T
+            of_queries = of_queries @ record.q_down.to(x.dtype).T
         plain = nope = _project(of_queries, record.q_nope, record.q_nope_bias)
         rope = rotation(_project(of_queries, record.q_rope, record.q_rope_bias))
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         kept_nope, kept_rope = record.latent(x)[None], rotation(_project(x, record.k_rope[None], key_bias))
         if (form := record.rounding) is not None:
             kept_nope, kept_rope = rounded(kept_nope, form, "latent"), rounded(kept_rope, form, "rope")
-        lift = record.up_k.float()
+        lift = record.up_k.to(x.dtype)
     else:
         plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
         queries, keys = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
@@ -253,7 +253,7 @@ def heads_of(record: Record, block: Block) -> Heads:
         rope, nope = queries[..., :split], queries[..., split:]
         kept_rope, kept_nope = keys[..., :split], keys[..., split:]
         lift = None
-    sinks = record.sinks.float() if isinstance(record, Attention) and record.sinks is not None else None
+    sinks = record.sinks.to(x.dtype) if isinstance(record, Attention) and record.sinks is not None else None
     return Heads(x, plain, nope, rope, kept_nope, kept_rope, lift, rotation, record.scale, record.scoring, sinks)
 
 
@@ -273,10 +273,12 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, max(0, width - values.shape[-1])))
 
 
-def _output(record: Record, block: Block) -> torch.Tensor:
+def output_of(record: Record, block: Block) -> torch.Tensor:
+    """Causal attention of one block, `[T, E]`, in the dtype of its inputs."""
     heads = heads_of(record, block)
-    out = _read(heads, values_of(record, heads)).transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
-    return out if record.o_bias is None else out + record.o_bias.float()
+    out = _read(heads, values_of(record, heads)).transpose(0, 1).flatten(1)
+    out = out @ record.o.to(out.dtype).flatten(1).T
+    return out if record.o_bias is None else out + record.o_bias.to(out.dtype)
 
 
 def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
@@ -311,14 +313,14 @@ def _attend(
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`[heads, T, D]` of inputs `[T, E]`, or of those of each head, `[heads, T, E]`."""
     if x.ndim == 3:
-        states = x @ weight.float().mT
+        states = x @ weight.to(x.dtype).mT
     else:
-        states = (x @ weight.float().flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
-    return states if bias is None else states + bias.float()[:, None]
+        states = (x @ weight.to(x.dtype).flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
+    return states if bias is None else states + bias.to(x.dtype)[:, None]
 
 
 def _encoded(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
     """Projected `states [heads, T, D]` as logits read them: normalised, if they are, and rotated."""
     if norm is None:
         return rotation(states)
-    return norm(rotation(states)[None])[0] if norm.after_rotary else rotation(norm(states[None])[0])
+    return norm(rotation(states)[None])[0] if norm.form.after_rotary else rotation(norm(states[None])[0])

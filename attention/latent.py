@@ -131,7 +131,7 @@ def latent_attention(
     up_k, up_v = module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1)).split(
         (module.qk_nope_head_dim, module.v_head_dim), 1
     )  # [H, N, R], [H, Dv, R]
-    q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
+    q_latent = torch.einsum("bhtn,hnr->bhtr", q_nope, up_k)
     dense, probabilities = dense_mask(attention_mask, latent), None
     if returned:
         softcap = kwargs.get("softcap")
@@ -139,7 +139,7 @@ def latent_attention(
         o_latent = torch_decode.read(probabilities, latent)
     else:
         o_latent = decode(q_latent, q_rope, latent, k_rope, dense, scaling, module.config.backend)
-    return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), probabilities
+    return torch.einsum("bhtr,hdr->bthd", o_latent, up_v), probabilities
 
 
 def can_absorb(module: Any, queries: int, cached: int, mask: torch.Tensor | BlockMask | None, given: Mapping[str, Any]) -> bool:
@@ -168,13 +168,6 @@ def is_plain(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or replaced_forward(module):
         return False
     return type(module.weight) is nn.Parameter and not module.weight.is_meta
-
-
-def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`states [B, H, T, i]` times `weight [H, i, j]` is `[B, H, T, j]`: one product per head, no copy of the weight."""
-    batch, heads, tokens, _ = states.shape
-    product = torch.bmm(states.transpose(0, 1).reshape(heads, batch * tokens, -1), weight)
-    return product.view(heads, batch, tokens, -1).transpose(0, 1)
 
 
 def dense_mask(mask: torch.Tensor | None, latent: torch.Tensor) -> torch.Tensor | None:

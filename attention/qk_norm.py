@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormForm:
-    """A QK-norm as a config states it: all of `QKNorm` but its gains.
+    """A QK-norm as a config states it: RMSNorm or LayerNorm of queries or keys, without its gains.
 
     Attributes:
+        kind: "rms", or "layer" (which subtracts the mean first).
+        scope: "head" normalises each head over D; "all" normalises all heads of a token as one vector.
         per_head: Whether each head has its own gains.
         bias: Whether it adds a bias.
+        eps: Added to the variance.
+        gain_offset: 1 where the checkpoint stores gain − 1 (Gemma).
+        after_rotary: Whether it follows RoPE (HunYuan) instead of preceding it.
         fixed: Whether the class has no gains, so that they have to stay one.
     """
 
@@ -28,10 +33,6 @@ class NormForm:
     after_rotary: bool = False
     fixed: bool = False
 
-    def with_gains(self, gain: torch.Tensor, bias: torch.Tensor | None) -> QKNorm:
-        """The norm with these gains, `[1 or heads, D]`, and with a bias of that shape if it has one."""
-        return QKNorm(self.kind, self.scope, gain, bias, self.eps, self.gain_offset, self.after_rotary, self.fixed)
-
     def __str__(self) -> str:
         gains = "flat" if self.scope == "all" else "each head's own" if self.per_head else "no" if self.fixed else "shared"
         return f"{self.kind}, {gains} gains"
@@ -39,32 +40,22 @@ class NormForm:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """RMSNorm or LayerNorm of queries or keys.
+    """A QK-norm with its gains.
 
     Attributes:
-        kind: "rms", or "layer" (which subtracts the mean first).
-        scope: "head" normalises each head over D; "all" normalises all heads of a token as one vector.
+        form: All but these.
         gain: `[1, D]` if all heads share one gain, else `[heads, D]`.
         bias: Shaped as `gain`, or None.
-        eps: Added to the variance.
-        gain_offset: 1 where the checkpoint stores gain − 1 (Gemma).
-        after_rotary: Whether it follows RoPE (HunYuan) instead of preceding it.
-        fixed: Whether the class has no gains: `gain` is one, and has to stay so.
     """
 
-    kind: Literal["rms", "layer"]
-    scope: Literal["head", "all"]
+    form: NormForm
     gain: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-    gain_offset: float = 0.0
-    after_rotary: bool = False
-    fixed: bool = False
+    bias: torch.Tensor | None = None
 
     @property
     def per_head_gains(self) -> bool:
         """Whether each head has its own gains, which a merge of heads must merge too."""
-        return self.gain.shape[0] > 1 or self.scope == "all"
+        return self.gain.shape[0] > 1 or self.form.scope == "all"
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise `states [B, heads, T, D]`."""
@@ -73,16 +64,16 @@ class QKNorm:
 
     def linearised(self, states: torch.Tensor) -> LinearisedNorm:
         """Its derivative where it normalises `states [heads, T, D]`."""
-        sized = self.scope == "head" or len(states) == 1
-        return LinearisedNorm(*self._parts(states), self.kind == "layer", sized)
+        sized = self.form.scope == "head" or len(states) == 1
+        return LinearisedNorm(*self._parts(states), self.form.kind == "layer", sized)
 
     def _parts(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalised states before gains, one over what they were divided by, and gains, as in `LinearisedNorm`."""
-        axes = (-1,) if self.scope == "head" else (-3, -1)
-        if self.kind == "layer":
+        axes = (-1,) if self.form.scope == "head" else (-3, -1)
+        if self.form.kind == "layer":
             states = states - states.mean(axes, keepdim=True)
-        inverse = (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
-        return states * inverse, inverse, (self.gain.to(states.dtype) + self.gain_offset)[:, None]
+        inverse = (states.square().mean(axes, keepdim=True) + self.form.eps).rsqrt()
+        return states * inverse, inverse, (self.gain.to(states.dtype) + self.form.gain_offset)[:, None]
 
 
 @dataclass(frozen=True)

@@ -122,16 +122,9 @@ class Attention:
             return self
         assert self.q_norm is None, "gains of a norm would change places, too"
         assert self.k_norm is None
-        biases = (self.q_bias, self.k_bias)
-        q_bias, k_bias = (None if bias is None else self.rotary.paired(bias, pairing) for bias in biases)
-        return replace(
-            self,
-            q=self.rotary.paired(self.q, pairing),
-            k=self.rotary.paired(self.k, pairing),
-            q_bias=q_bias,
-            k_bias=k_bias,
-            rotary=replace(self.rotary, pairing=pairing),
-        )
+        parts = {name: getattr(self, name) for name in ("q", "k", "q_bias", "k_bias")}
+        moved = {name: self.rotary.paired(rows, pairing) for name, rows in parts.items() if rows is not None}
+        return replace(self, **moved, rotary=replace(self.rotary, pairing=pairing))
 
     def on_projected_inputs(self, clip: float | None = None) -> Attention:
         """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself.
@@ -143,7 +136,7 @@ class Attention:
 
         if self.projections is not None or (self.k_norm is None and clip is None):
             return self
-        assert self.k_norm is None or not self.k_norm.after_rotary, "a norm behind RoPE"
+        assert self.k_norm is None or not self.k_norm.form.after_rotary, "a norm behind RoPE"
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
         device, dtype = self.k.device, torch.promote_types(self.k.dtype, torch.float32)
         one = torch.eye(2 * groups * dim, device=device, dtype=dtype).unflatten(0, (2 * groups, dim))
@@ -155,7 +148,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FactoredAttention:
-    """One layer's multi-head latent attention, as `attention.reference.latent_attention` computes it.
+    """One layer's multi-head latent attention, which scores and reads a latent of each token (DeepSeek-V2, arXiv 2405.04434).
 
     Attributes:
         q_nope: `[H, N, E]`, queries for the nope keys.
@@ -201,25 +194,21 @@ class FactoredAttention:
     gain: torch.Tensor | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
-        """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""
-        latent = x @ self.down.float().T
+        """The latent `[…, T, R]` of inputs `[…, T, E]`, in their dtype."""
+        latent = x @ self.down.to(x.dtype).T
         latent = latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
-        return latent if self.gain is None else latent * self.gain.float()
+        return latent if self.gain is None else latent * self.gain.to(x.dtype)
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""
         rotary = self.rotary
         if rotary.pairing == pairing or not rotary.dims:
             return self
-        of_key, of_queries = self.k_rope_bias, self.q_rope_bias
-        return replace(
-            self,
-            q_rope=rotary.paired(self.q_rope, pairing),
-            k_rope=rotary.paired(self.k_rope[None], pairing)[0],
-            q_rope_bias=None if of_queries is None else rotary.paired(of_queries, pairing),
-            k_rope_bias=None if of_key is None else rotary.paired(of_key[None], pairing)[0],
-            rotary=replace(rotary, pairing=pairing),
-        )
+        key = {name: getattr(self, name) for name in ("k_rope", "k_rope_bias")}
+        queries = {name: getattr(self, name) for name in ("q_rope", "q_rope_bias")}
+        moved = {name: rotary.paired(rows[None], pairing)[0] for name, rows in key.items() if rows is not None}
+        moved |= {name: rotary.paired(rows, pairing) for name, rows in queries.items() if rows is not None}
+        return replace(self, **moved, rotary=replace(rotary, pairing=pairing))
 
     def expanded(self) -> Attention:
         """The same function as multi-head attention, fp32: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`.

@@ -34,8 +34,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from attention.kernels import split_kv
-from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import H200, Machine, Tiling, choose
+from attention.kernels.triton_decode import gqa_decode, mla_decode
 
 ROPE, SIZE = 64, 2
 

@@ -73,7 +73,7 @@ class Latent(NamedTuple):
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
     def attend(self, tensors: list[torch.Tensor], mask: torch.Tensor, tiling: Any = None) -> torch.Tensor:
-        from attention.kernels.operators import mla_decode
+        from attention.kernels.triton_decode import mla_decode
 
         q, r, c, k = tensors
         return mla_decode(q, r, c, k, mask, scaling(self.rank + ROPE), tiling)
@@ -116,7 +116,7 @@ class Grouped(NamedTuple):
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
     def attend(self, tensors: list[torch.Tensor], mask: torch.Tensor, tiling: Any = None) -> torch.Tensor:
-        from attention.kernels.operators import gqa_decode
+        from attention.kernels.triton_decode import gqa_decode
 
         q, k, v = tensors
         return gqa_decode(q, k, v, mask, scaling(HEAD), tiling)

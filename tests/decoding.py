@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.kernels import decode, decode_grouped, torch_decode, triton_decode
-from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Tiling
+from attention.kernels.triton_decode import gqa_decode, mla_decode
 
 INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETER else "cuda"

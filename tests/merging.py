@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from attention.qk_norm import QKNorm
+from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention
 from attention.rope import Rotary
 from convert.methods import load_grouped
@@ -23,7 +23,7 @@ def record(
 
     def key_norm(count: int) -> QKNorm:
         rows = 1 if norm == "shared" else count
-        return QKNorm("rms", "all" if norm == "all" else "head", draw(rows, 6), draw(rows, 6), 1e-6)
+        return QKNorm(NormForm("rms", "all" if norm == "all" else "head", rows > 1, True, 1e-6), draw(rows, 6), draw(rows, 6))
 
     return Attention(
         q=draw(heads, 6, 10), k=draw(groups, 6, 10), v=draw(groups, 6, 10), o=draw(10, heads, 6), scale=0.4,

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from reference import grouped_attention, latent_attention
 
 from attention.forward import Block
-from attention.qk_norm import QKNorm
+from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
-from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from attention.scoring import Scoring
 from convert.methods.blocks import Blocks
@@ -55,7 +55,8 @@ def record(
             scope, gain = "all" if norm == "all" else "head", random(rows, dim, seed=seed + 90)
             bias = random(rows, dim, seed=seed + 91) if layer else None
             kind: Any = "layer" if layer else "rms"
-            drawn[name] = QKNorm(kind, scope, gain, bias, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
+            form = NormForm(kind, scope, rows > 1, layer, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
+            drawn[name] = QKNorm(form, gain, bias)
     scoring = Scoring(tuple(0.6**head for head in range(heads)) if alibi else None)
     drawn |= {"sinks": 1 + random(heads, seed=seed + 95)} if sinks else {}
     return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None, scoring=scoring)

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from attention.errors import Refusal
-from attention.kernels import operators, torch_decode, triton_decode
+from attention.kernels import torch_decode, triton_decode
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -59,7 +59,7 @@ def decode(
     if q_latent.shape[2] != 1:
         _note("torch", None)
         return torch_decode.decode(*tensors, scaling)
-    return _serve(operators.mla, triton_decode.latent_objection, torch_decode.decode, tensors, scaling, backend)
+    return _serve(triton_decode.mla, triton_decode.latent_objection, torch_decode.decode, tensors, scaling, backend)
 
 
 def decode_grouped(
@@ -90,7 +90,7 @@ def decode_grouped(
     _check_mask(mask, keys.shape[2])
     check(backend)
     tensors = query, keys, values, mask
-    return _serve(operators.gqa, triton_decode.grouped_objection, torch_decode.decode_grouped, tensors, scaling, backend)
+    return _serve(triton_decode.gqa, triton_decode.grouped_objection, torch_decode.decode_grouped, tensors, scaling, backend)
 
 
 def _check_mask(mask: torch.Tensor | None, cached: int) -> None:

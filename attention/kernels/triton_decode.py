@@ -1,4 +1,7 @@
-"""Triton as a backend: which calls it cannot serve, and whether its kernels work here."""
+"""Triton as a backend: its kernels (`split_kv`) as torch operators, which calls they cannot serve, and whether they work here.
+
+The first call that Triton serves imports it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,83 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.errors import one_line
 from attention.kernels import torch_decode
-from attention.kernels.operators import gqa_decode, mla_decode
-from attention.kernels.tiling import Shape, choose, machine
+from attention.kernels.tiling import Shape, Tiling, choose, machine
 from attention.spec import RANK_STEP
 from attention.stored import Stored
 
-# The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
+# Triton reads its environment on import, in the same way.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of a trial: each program gets several tiles, and each sequence several programs.
 _BATCH, _CACHED, _PROGRAMS = 3, 700, 4
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode` for one query per request, without its checks: one read serves all heads.
+
+    Arguments and result are those of `split_kv.decode`; tests and measurements give a `tiling`.
+    """
+    from attention.kernels import split_kv
+
+    with torch.cuda.device_of(q_rope):
+        return split_kv.decode(q_latent, q_rope, latent, k_rope, mask, scaling, tiling)
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode_grouped` without its checks. Each KV head is one request of H / G query heads, and read once.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1.
+        values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
+        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
+        scaling: The factor of the scores.
+        tiling: As in `mla_decode`; chosen are those for H / G heads, rank Dv and rope D.
+
+    Returns:
+        `[B, H, 1, Dv]`, contiguous.
+    """
+    from attention.kernels import split_kv
+
+    batch, groups, _, dim = keys.shape
+    rows = query.reshape(batch * groups, -1, 1, dim)
+    values, keys = (cached.view(-1, *cached.shape[2:]) for cached in (values, keys))
+    with torch.cuda.device_of(query):
+        out = split_kv.decode(None, rows, values, keys, mask, scaling, tiling, groups)
+    return out.view(batch, query.shape[1], 1, -1)
+
+
+# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
+mla = torch.library.custom_op(
+    "kvfold::mla_decode",
+    mla_decode,
+    mutates_args=(),
+    schema="(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, float scaling) -> Tensor",
+)
+gqa = torch.library.custom_op(
+    "kvfold::gqa_decode",
+    gqa_decode,
+    mutates_args=(),
+    schema="(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scaling) -> Tensor",
+)
+mla.register_fake(lambda q_latent, *_: q_latent.new_empty(q_latent.shape))
+gqa.register_fake(lambda query, keys, values, *_: query.new_empty((*query.shape[:3], values.shape[3])))
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:

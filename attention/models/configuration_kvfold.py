@@ -62,58 +62,48 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             )
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
-        if getattr(self.text_config, "kv_lora_rank", None) is not None:
-            self._check_latent()
-        self._check_projections()
-        if self.inner_windows is not None:
-            self._check_windows(self.inner_windows)
+        self._check()
         super().__post_init__(**kwargs)
 
-    def _check_ranks(self, ranks: list[int]) -> None:
-        """Raise `ValueError` if there is not a rank for each layer."""
+    def _check(self) -> None:
+        """Raise `ValueError` if sizes, lists or projections are not complete."""
         layers = getattr(self.text_config, "num_hidden_layers", 0)
-        if not isinstance(ranks, list) or len(ranks) != layers or not all(type(rank) is int and rank > 0 for rank in ranks):
-            raise ValueError(f"kv_lora_ranks is {ranks}; it must list a number above 0 for each of {layers} layers")
 
-    def _check_windows(self, windows: list[int | None]) -> None:
-        """Raise `ValueError` if there is not a window, or None, for each layer."""
-        layers = getattr(self.text_config, "num_hidden_layers", 0)
-        listed = windows if isinstance(windows, list) else []
-        if len(listed) != layers or not all(window is None or (type(window) is int and window > 0) for window in listed):
-            raise ValueError(f"inner_windows is {windows}; it must list a number above 0, or null, for each of {layers} layers")
+        def require(name: str, holds: bool, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must {rule}")
 
-    def _check_latent(self) -> None:
-        """Raise `ValueError` if sizes are missing, or if the RoPE key has no frequency for each of its pairs."""
-        sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-        found: dict[str, Any] = {name: getattr(self.text_config, name, None) for name in sizes}
-        if not all(isinstance(size, int) and size >= (name != "qk_rope_head_dim") for name, size in found.items()):
-            raise ValueError(f"the sizes of the latent in text_config are {found}; they must be integers above 0")
-        pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
-        if not isinstance(pairs, list) or len(pairs) != count or not all(isinstance(pair, int) and pair >= 0 for pair in pairs):
-            raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
-        if self.kv_lora_ranks is not None:
-            self._check_ranks(self.kv_lora_ranks)
-        factors, layers = self.rope_factor, getattr(self.text_config, "num_hidden_layers", 0)
-        listed = factors if isinstance(factors, list) else [factors] * layers
-        if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
-            raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
+        def counts(values: Any, also: tuple[Any, ...] = ()) -> bool:
+            listed = isinstance(values, list) and len(values) == layers
+            return listed and all(value in also or (type(value) is int and value > 0) for value in values)
 
-    def _check_projections(self) -> None:
-        """Raise `ValueError` if what is kept of the source's projections is not complete."""
-        if self.rope_stride not in (1, 2):
-            raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
-        if self.clip_qkv is not None and not (isinstance(self.clip_qkv, int | float) and self.clip_qkv > 0):
-            raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
+        if getattr(self.text_config, "kv_lora_rank", None) is not None:
+            sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+            found: dict[str, Any] = {name: getattr(self.text_config, name, None) for name in sizes}
+            if not all(isinstance(size, int) and size >= (name != "qk_rope_head_dim") for name, size in found.items()):
+                raise ValueError(f"the sizes of the latent in text_config are {found}; they must be integers above 0")
+            pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
+            complete = isinstance(pairs, list) and len(pairs) == count
+            complete = complete and all(isinstance(pair, int) and pair >= 0 for pair in pairs or ())
+            require("rope_pairs", complete, f"list {count} frequencies, half of qk_rope_head_dim")
+            ranks = self.kv_lora_ranks
+            require("kv_lora_ranks", ranks is None or counts(ranks), f"list a number above 0 for each of {layers} layers")
+            factors = self.rope_factor if isinstance(self.rope_factor, list) else [self.rope_factor] * layers
+            positive = len(factors) == layers and all(isinstance(factor, int | float) and factor > 0 for factor in factors)
+            require("rope_factor", positive, f"be a number above 0, or one for each of {layers} layers")
+        require("rope_stride", self.rope_stride in (1, 2), "be 1 or 2")
+        clip, heads, unrotated, windows = self.clip_qkv, self.projected_kv_heads, self.unrotated_layers, self.inner_windows
+        require("clip_qkv", clip is None or (isinstance(clip, int | float) and clip > 0), "be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
-        heads, layers = self.projected_kv_heads, getattr(self.text_config, "num_hidden_layers", 0)
-        if heads is not None and not (type(heads) is int and heads > 0):
-            raise ValueError(f"projected_kv_heads is {heads}; it must be an integer above 0")
-        if heads is not None and self.qk_norm is None and self.clip_qkv is None:
+        require("projected_kv_heads", heads is None or (type(heads) is int and heads > 0), "be an integer above 0")
+        if heads is not None and self.qk_norm is None and clip is None:
             raise ValueError(f"projected_kv_heads is {heads}, and neither qk_norm nor clip_qkv follows what is projected")
-        listed = [] if self.unrotated_layers is None else self.unrotated_layers
-        if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in listed):
-            raise ValueError(f"unrotated_layers is {listed}; it must list layers from 0 to {layers - 1}")
+        known = unrotated is None or isinstance(unrotated, list)
+        known = known and all(type(layer) is int and 0 <= layer < layers for layer in unrotated or ())
+        require("unrotated_layers", known, f"list layers from 0 to {layers - 1}")
+        rule = f"list a number above 0, or null, for each of {layers} layers"
+        require("inner_windows", windows is None or counts(windows, (None,)), rule)
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""

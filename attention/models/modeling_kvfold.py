@@ -196,7 +196,11 @@ def _functions_update_pages() -> bool:
 
 
 class _Attention(nn.Module):
-    """The base of both kinds of attention.
+    """The base of both kinds of attention, called as the attention that it replaces.
+
+    If the source has QK-norm or a clamp, its projections and norms stay: queries are mapped head by head behind them, and what
+    is cached is made of the keys and values of all heads. Letters: B batch, T query tokens, S cached tokens, E model width, H
+    query heads, G KV heads of the source, D head dim; R, P, N and Dv as in the config.
 
     Args:
         config: The whole model's config.
@@ -209,11 +213,100 @@ class _Attention(nn.Module):
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
+        self.num_heads, self.clip = inner.num_attention_heads, config.clip_qkv
+        self.behind = config.qk_norm is not None or config.clip_qkv is not None
         self.inner_window = config.inner_windows[layer_idx] if config.inner_windows else None
         self.sliding_window = sliding_window if self.inner_window is None else self.inner_window
         self.attention_dropout = next((getattr(inner, key) for key in _DROPOUT if hasattr(inner, key)), 0.0)
         self.softcap = getattr(inner, "attn_logit_softcapping", None)
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
+
+    def make_queries(self, config: KvfoldConfig, made: int) -> int:
+        """Make the projection of queries; behind a norm or clamp, the source's projections and norms, and each head's map.
+
+        Args:
+            config: The whole model's config.
+            made: Dims of a head's queries.
+
+        Returns:
+            How many numbers of a token `made_of` gives.
+        """
+        inner: Any = config.text_config
+        if not self.behind:
+            self.q_proj = nn.Linear(inner.hidden_size, self.num_heads * made, bias=config.qkv_bias)
+            return int(inner.hidden_size)
+        dim = getattr(inner, "head_dim", None) or inner.hidden_size // self.num_heads
+        kv_heads = config.projected_kv_heads or getattr(inner, "num_key_value_heads", None) or self.num_heads
+        self.q_proj = nn.Linear(inner.hidden_size, self.num_heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
+        norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
+        self.q_norm, self.k_norm = norm(self.num_heads, dim), norm(kv_heads, dim)
+        self.q_head_proj = _PerHead(self.num_heads, dim, made)
+        return 2 * kv_heads * dim
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[B, T, E]`.
+            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
+            attention_mask: As the config's attention implementation takes it.
+            position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal, or each two
+                neighbours where the config has a stride; or None.
+            kwargs: The cache (`taken_cache`), and biases by position (`mask_with_positions`); all else is passed to the
+                attention function.
+
+        Returns:
+            `[B, T, E]`, and the probabilities if the attention function returns them.
+        """
+        cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
+        queries, first, second = self.parts(hidden_states, position_embeddings)
+        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
+        if cache is not None:
+            first, second = cache.update(first, second, self.layer_idx, kwargs=kwargs)
+        keys, values = self.expand_kv(first, second)
+        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, **self.attention_arguments()}
+        # vLLM reads the scale from the source of this call.
+        out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, D]
+        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, probabilities
+
+    def parts(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, and the two parts that are cached, `[B, heads, T, …]` each, rotated."""
+        raise NotImplementedError
+
+    def expand_kv(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, heads, S, …]` of what is cached."""
+        return first, second
+
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, D or N + P]`, not rotated."""
+        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+        return (self.q_head_proj(self._clipped(self.q_norm(queries))) if self.behind else queries).transpose(1, 2)
+
+    def made_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What is cached is made of these: the input, or the source's keys and values, side by side, `[B, T, 2 G D]`."""
+        if not self.behind:
+            return hidden_states
+        keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
+        return self._clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
+
+    def _clipped(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self.clip is None else states.clamp(-self.clip, self.clip)
 
     def attention_arguments(self) -> dict[str, Any]:
         """The arguments of attention functions besides tensors and the scale."""
@@ -313,140 +406,53 @@ class _PerHead(nn.Module):
         return torch.einsum("bthi,hoi->btho", states, self.weight)
 
 
-class _BehindHeads(_Attention):
-    """The base of attention that may be behind the source's projections, with their QK-norm or clamp."""
+class GroupedAttention(_Attention):
+    """Attention whose query heads share KV heads.
 
-    def keep_heads(self, config: KvfoldConfig, made: int) -> int:
-        """Make the source's projections and norms, and the maps of each head's queries.
-
-        Args:
-            config: The whole model's config.
-            made: Dims of a head's queries behind its map.
-
-        Returns:
-            How many numbers a token's keys and values have, side by side.
-        """
-        inner: Any = config.text_config
-        heads, self.clip = inner.num_attention_heads, config.clip_qkv
-        dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-        kv_heads = config.projected_kv_heads or getattr(inner, "num_key_value_heads", None) or heads
-        self.q_proj = nn.Linear(inner.hidden_size, heads * dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
-        norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
-        self.q_norm, self.k_norm = norm(heads, dim), norm(kv_heads, dim)
-        self.q_head_proj = _PerHead(heads, dim, made)
-        return 2 * kv_heads * dim
-
-    def mapped_queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, T, H, made]`, not rotated."""
-        queries = self.q_proj(hidden_states).unflatten(-1, (len(self.q_head_proj.weight), -1))
-        return self.q_head_proj(self._clipped(self.q_norm(queries)))
-
-    def source_keys_values(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The source's keys and values, side by side, not rotated: `[B, T, 2 G D]`."""
-        keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
-        return self._clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
-
-    def _clipped(self, states: torch.Tensor) -> torch.Tensor:
-        return states if self.clip is None else states.clamp(-self.clip, self.clip)
-
-
-class GroupedAttention(_BehindHeads):
-    """Attention whose query heads share KV heads, called as the attention that it replaces.
-
-    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. If the
-    source has QK-norm or a clamp, its projections and norms stay: queries are mapped head by head behind them, and shared keys
-    and values are made of the keys and values of all heads. Letters: B batch, T query tokens, E model width, G KV heads of the
-    source, D head dim.
-    Arguments as in `_Attention`.
+    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. Arguments as
+    in `_Attention`.
     """
 
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
-        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
-        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-        self.num_key_value_groups = heads // kv_heads
-        self.behind = config.qk_norm is not None or config.clip_qkv is not None
+        kv_heads = inner.num_key_value_heads
+        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // self.num_heads
+        self.num_key_value_groups = self.num_heads // kv_heads
         self.rotates, self.rope_stride = layer_idx not in (config.unrotated_layers or ()), config.rope_stride
+        width, biased = self.make_queries(config, self.head_dim), config.qkv_bias and not self.behind
+        keys, values = (nn.Linear(width, kv_heads * self.head_dim, bias=biased) for _ in range(2))
         if self.behind:
-            width = self.keep_heads(config, self.head_dim)
-            self.k_head_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-            self.v_head_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+            self.k_head_proj, self.v_head_proj = keys, values
         else:
-            self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
-            self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
-            self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, inner.hidden_size, bias=config.o_bias)
+            self.k_proj, self.v_proj = keys, values
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, inner.hidden_size, bias=config.o_bias)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: `[B, T, E]`.
-            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
-            attention_mask: As the config's attention implementation takes it.
-            position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal, or each two
-                neighbours where the config has a stride; or None.
-            kwargs: The cache (`taken_cache`), and biases by position (`mask_with_positions`); all else is passed to the
-                attention function.
-
-        Returns:
-            `[B, T, E]`, and the probabilities if the attention function returns them.
-        """
-        cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
-        queries, keys, values = (states.transpose(1, 2) for states in self.heads(hidden_states))
+    def parts(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values `[B, heads, T, D]`."""
+        queries, read = self.queries(hidden_states), self.made_of(hidden_states)
+        made = (self.k_head_proj, self.v_head_proj) if self.behind else (self.k_proj, self.v_proj)
+        keys, values = (project(read).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in made)
         if position_embeddings is not None and self.rotates:
             cos, sin = (table if self.rope_stride == 1 else _in_halves(table) for table in position_embeddings)
             # Some classes (OLMo) rotate in the tables' fp32.
             queries, keys = (_rotated(states, cos, sin).to(states) for states in (queries, keys))
-        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
-        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
-        dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, **self.attention_arguments()}
-        # vLLM reads the scale from the source of this call.
-        out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, D]
-        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-        out = nn.functional.dropout(out, self.output_dropout, self.training)
-        return out if residual is None else out + residual, probabilities
-
-    def heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values `[B, T, heads, D]`, not rotated."""
-        if self.behind:
-            both, queries = self.source_keys_values(hidden_states), self.mapped_queries(hidden_states)
-            keys, values = self.k_head_proj(both), self.v_head_proj(both)
-        else:
-            queries = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-            keys, values = self.k_proj(hidden_states), self.v_proj(hidden_states)
-        return queries, keys.unflatten(-1, (-1, self.head_dim)), values.unflatten(-1, (-1, self.head_dim))
+        return queries, keys, values
 
 
-class KvfoldLatentAttention(_BehindHeads):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
+class KvfoldLatentAttention(_Attention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
-    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm or a
-    clamp, its projections and norms stay: the latent and the RoPE key are made of the keys and values behind them, and so are
-    queries.
-    Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
-    Arguments as in `_Attention`.
+    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. Arguments as in `_Attention`.
     """
 
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
-        self.num_heads, self.num_key_value_groups, self.q_lora_rank = inner.num_attention_heads, 1, None
+        self.num_key_value_groups, self.q_lora_rank = 1, None
         self.kv_lora_rank = config.kv_lora_ranks[layer_idx] if config.kv_lora_ranks else inner.kv_lora_rank
         self.qk_rope_head_dim = inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
@@ -454,84 +460,43 @@ class KvfoldLatentAttention(_BehindHeads):
         self.rope_columns = [pair * config.rope_stride for pair in config.rope_pairs or []]
         factors = config.rope_factor
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
-        width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.behind = config.qk_norm is not None or config.clip_qkv is not None
-        if self.behind:
-            self.kv_a_proj_with_mqa = nn.Linear(self.keep_heads(config, self.qk_head_dim), cached, bias=False)
-        else:
-            self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
-            biased = config.qkv_bias and self.qk_rope_head_dim > 0
-            self.kv_a_proj_with_mqa = nn.Linear(width, cached, bias=biased)
+        width, biased = self.make_queries(config, self.qk_head_dim), config.qkv_bias and not self.behind
+        cached = self.kv_lora_rank + self.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = nn.Linear(width, cached, bias=biased and self.qk_rope_head_dim > 0)
         self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
-        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, inner.hidden_size, bias=config.o_bias)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend; arguments and result as in `GroupedAttention`."""
-        cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
+    def parts(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[B, H, T, N + P]`, the latent `[B, 1, T, R]` and the RoPE key `[B, 1, T, P]`, whose pairs are P/2 apart."""
         nope, rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         latent, k_rope = self.compressed(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        rope, k_rope = self.rotated(rope, k_rope, position_embeddings)
-        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
-        if cache is not None:
-            latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
-        keys, values = self.expand_kv(latent, k_rope)
-        attention_mask = self.mask_with_positions(attention_mask, nope, keys.shape[2], kwargs)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
-        dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, **self.attention_arguments()}
-        queries = torch.cat((nope, rope), -1)
-        out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)
-        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-        out = nn.functional.dropout(out, self.output_dropout, self.training)
-        return out if residual is None else out + residual, probabilities
-
-    def attention_arguments(self) -> dict[str, Any]:
-        """As for all attention, where the function caps logits or refuses a cap."""
-        if self.softcap is not None and self.config._attn_implementation.endswith("paged|eager"):
-            raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
-        return super().attention_arguments()
-
-    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, H, T, N + P]`, not rotated."""
-        if self.behind:
-            return self.mapped_queries(hidden_states).transpose(1, 2)
-        return self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        if self.rope_columns:
+            if position_embeddings is None:
+                raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
+            chosen = self.rope_columns * 2
+            cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
+            # Some classes (OLMo) rotate in the tables' fp32.
+            rope, k_rope = (_rotated(states, cos, sin).to(states) for states in (rope, k_rope))
+        return torch.cat((nope, rope), -1), latent, k_rope
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.behind:
-            hidden_states = self.source_keys_values(hidden_states)
-        return self.kv_a_proj_with_mqa(hidden_states)
-
-    def rotated(
-        self,
-        q_rope: torch.Tensor,
-        k_rope: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
-        if not self.rope_columns:
-            return q_rope, k_rope
-        if position_embeddings is None:
-            raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
-        chosen = self.rope_columns * 2
-        cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
-        # Some classes (OLMo) rotate in the tables' fp32.
-        return _rotated(q_rope, cos, sin).to(q_rope), _rotated(k_rope, cos, sin).to(k_rope)
+        return self.kv_a_proj_with_mqa(self.made_of(hidden_states))
 
     def expand_kv(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[B, H, S, N + P]` and values `[B, H, S, Dv]` of a latent `[B, 1, S, R]` and a RoPE key `[B, 1, S, P]`."""
         both = self.kv_b_proj(latent[:, 0]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         nope, values = both.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         return torch.cat((nope, k_rope.expand(-1, self.num_heads, -1, -1)), -1), values
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """As for all attention, where the function caps logits or refuses a cap."""
+        if self.softcap is not None and self.config._attn_implementation.endswith("paged|eager"):
+            raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
+        return super().attention_arguments()
 
 
 @functools.cache
@@ -650,12 +615,6 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         own = type(self.model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
         prepare: Any = self.model.prepare_inputs_for_generation if own else super().prepare_inputs_for_generation
         return prepare(input_ids, *args, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +89,6 @@ class Turns:
             return None
         return cls(*parts)
 
-    @property
-    def highest(self) -> int:
-        """The largest id."""
-        return max((*self.opening, *self.answer, *self.reply), default=0)
-
 
 def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     """Messages in the tokenizer's chat template. A process of its own bounds their time and memory: jinja does not.
@@ -151,7 +146,7 @@ class Voice:
         begin = opening if tokenizer is None else [bos_before_texts(tokenizer)]
         start = next((token for token in opening if token in begin or token in ends), None)
         turns = Turns.of(tokenizer)
-        if turns and turns.highest >= source.vocabulary:
+        if turns and max((*turns.opening, *turns.answer, *turns.reply), default=0) >= source.vocabulary:
             _log.warning("the chat template has tokens that the model does not know, so it writes no conversations")
             turns = None
         return cls(start, ends, turns, known)
@@ -227,25 +222,20 @@ def own_text(
     with contextlib.ExitStack() as stack:
         done = stack.enter_context(stage(progress, "write text", rows, "row"))
         stack.enter_context(memory_for("the text that the model writes", "give --text FILE, or --device cpu"))
-        writer: _Writer | None = None
+        writer, dtype = None, str(rough(device)).removeprefix("torch.")
         for start in range(0, rows, size):
             part = chances[start : start + size]
             if not kept.has(start) or len(kept.get(start)[0]["ids"]) != len(part):  # of a machine with another memory
-                writer = writer or stack.enter_context(_opened(source, length, device, opening))
+                if writer is None:
+                    model = stack.enter_context(opening(source, dtype, str(device)))
+                    stack.enter_context(torch.inference_mode())
+                    writer = _Writer(prepared(model), Voice.of(source), length)
                 kept.put(start, {"ids": writer.written(start, part)}, {})
             parts.append(kept.get(start)[0]["ids"])
             done(len(part))
     ids = torch.cat(parts)
     _require_words(source, ids, otherwise)
     return ids
-
-
-@contextlib.contextmanager
-def _opened(source: Source, length: int, device: torch.device, opening: Opening) -> Iterator[_Writer]:
-    """The model, loaded to write."""
-    dtype = str(rough(device)).removeprefix("torch.")
-    with opening(source, dtype, str(device)) as model, torch.inference_mode():
-        yield _Writer(prepared(model), Voice.of(source), length)
 
 
 class _Writer:

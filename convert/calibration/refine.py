@@ -21,7 +21,7 @@ import torch
 
 from attention.record import FactoredAttention, Record
 from attention.spread import spread_blocks
-from convert.calibration.stream import Inputs, LayerStream
+from convert.calibration.stream import LayerStream
 
 _RATES = (0.03, 0.003)  # first step, as a share of a matrix's root mean square; chosen on text that no reported figure uses
 _WARM = 0.05  # share of all steps
@@ -31,7 +31,6 @@ _TOLERATED = 1.1  # times the error there: whole models still gain from steps on
 _NOTHING = 1e-12  # share of the input's energy
 
 Write = Callable[[Record], Mapping[str, torch.Tensor]]
-Run = Callable[[Inputs, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def refined(
@@ -52,28 +51,23 @@ def refined(
         The record, and the relative squared error of the layer's output before and after the trial, on rows that no step of it
         saw (a single row does both).
     """
-    with student.opened(layer) as run:
-        fit = _LayerFit(run, write, student, teacher, layer)
-        before = fit.judged(record)
-        for rate in _RATES:
-            trial = fit.descended(record, rate, steps, seed, fit.fitted)
-            after = fit.judged(trial)
-            if after <= _TOLERATED * before:  # not if it is NaN
-                found = fit.descended(record, rate, steps, seed, fit.rows) if len(fit.rows) > 1 else trial
-                return found, {"layer_error": before, "layer_error_refined": after}
+    fit = _LayerFit(write, student, teacher, layer)
+    before = fit.judged(record)
+    for rate in _RATES:
+        trial = fit.descended(record, rate, steps, seed, fit.fitted)
+        after = fit.judged(trial)
+        if after <= _TOLERATED * before:  # not if it is NaN
+            found = fit.descended(record, rate, steps, seed, fit.rows) if len(fit.rows) > 1 else trial
+            return found, {"layer_error": before, "layer_error_refined": after}
     return record, {"layer_error": before, "layer_error_refined": before}
 
 
 class _LayerFit:
-    """The problem of fitting one layer.
+    """The problem of fitting one layer. Arguments as of `refined`."""
 
-    Args:
-        run: `(inputs, weights by their names) -> output`. The others are as of `refined`.
-    """
-
-    def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
-        self._run, self._write, self._student, self._teacher, self._layer = run, write, student, teacher, layer
-        text = student.text
+    def __init__(self, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
+        self._write, self._student, self._teacher, self._layer = write, student, teacher, layer
+        text, self._rest = student.text, student.rest(layer)
         self.rows = list(range(len(text.rows)))
         self.fitted, others = text.parted()
         self._count = min(len(self.fitted), max(1, _TOKENS // text.context))  # rows per step
@@ -105,7 +99,7 @@ class _LayerFit:
         tensors, sums = self._write(record), torch.zeros(2, device=self._student.device)
         inputs, expected = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows)
         for x, (y, _) in zip(inputs, expected, strict=True):
-            sums = sums + _energies(self._run(x, tensors) - y, y - x.hidden, x.hidden, y)
+            sums = sums + _energies(self._student.run(self._layer, self._rest, x, tensors) - y, y - x.hidden, x.hidden, y)
         missing, energy = sums
         return missing / energy.detach()
 

@@ -1,8 +1,8 @@
 """Runs decoder layers one at a time over a text: a layer's inputs are on disk, and only its weights are in memory.
 
 The model is built without weights and takes them from the checkpoint as transformers' own loading would. A probing pass
-through its own forward, with recorders in place of the layers, shows the arguments of each layer (masks, rotary tables,
-…), so that any class works, of a source or of a result.
+through its own forward, whose layers only record, shows the arguments of each layer (masks, rotary tables, …), so that any
+class works, of a source or of a result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from accelerate.utils import set_module_tensor_to_device
+from torch.func import functional_call
 from transformers.cache_utils import Cache
 
 from attention.patch import pad_values
@@ -105,15 +105,13 @@ class LayerStream:
         embeddings = self._model.get_input_embeddings()
         mapped = self._tensors.tensor(self._embedding, self._weights.__getitem__)
         tokens, ids = self.text.rows.unique(return_inverse=True)  # no others are read
-        embeddings.weight = torch.nn.Parameter(mapped[tokens].float(), requires_grad=False)
-        require_finite(self._embedding, embeddings.weight)
-        try:
-            with self._loaded(self._around()), self._writing(0) as write:
-                for rows in self._batches:
-                    embedded = embeddings(self.text.shaped(rows, ids[rows])).to(self.device)
-                    write(self._calls(embedded, self.text.placed(rows), first_only=True)[0].hidden)
-        finally:
-            embeddings.weight = torch.nn.Parameter(mapped.to("meta"), requires_grad=False)
+        table = {"weight": mapped[tokens].float()}
+        require_finite(self._embedding, table["weight"])
+        around = self._read(self._around())
+        with self._writing(0) as write:
+            for rows in self._batches:
+                embedded = functional_call(embeddings, table, self.text.shaped(rows, ids[rows])).to(self.device)
+                write(self._calls(embedded, self.text.placed(rows), around, first_only=True)[0].hidden)
 
     @torch.no_grad()
     def observe(self, layer: int, see: Observe) -> None:
@@ -123,10 +121,11 @@ class LayerStream:
             see(x)
             raise _EnoughError
 
-        with self._loaded(self._within(layer, attention=False)), self._watched(layer, see_and_stop):
+        tensors = self.rest(layer)
+        with self._watched(layer, see_and_stop):
             for batch in range(len(self._batches)):
                 with contextlib.suppress(_EnoughError):
-                    self._forward(layer, *self.batch(layer, batch))
+                    self._forward(layer, self.batch(layer, batch), tensors)
 
     @torch.no_grad()
     def advance(
@@ -147,29 +146,45 @@ class LayerStream:
         self.discard(but=layer)
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
-        loaded = self._loaded(self._within(layer), weights)
-        with loaded, self._watched(layer, see, note), self._writing(layer + 1) as write:
+        tensors = self._read(self._within(layer), weights)
+        with self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(len(self._batches)):
                 inputs = self.batch(layer, batch)
-                write(self._forward(layer, *inputs))
+                write(self._forward(layer, inputs, tensors))
                 if attended:
                     attended(batch, inputs.hidden, out.pop())
+        del tensors
         trim_memory()
 
-    @contextlib.contextmanager
-    def opened(self, layer: int) -> Iterator[OpenLayer]:
-        """The layer as a function of its attention's weights, during the block."""
-        path, inside = self._paths.module(layer), f"{self._path(layer)}."
+    def rest(self, layer: int) -> dict[str, torch.Tensor]:
+        """The layer's tensors but those of its attention, for `run` and `read`."""
+        return self._read(self._within(layer, attention=False))
+
+    def run(
+        self, layer: int, rest: Mapping[str, torch.Tensor], inputs: Inputs, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The layer's output `[b, T, E]`, differentiable in its attention's `weights`, by their names in checkpoints."""
+        path = self._paths.module(layer)
         attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
         # Conversions on loading would not pass gradients.
         assert not any(map(self._tensors.is_converted, attention)), "an attention whose tensors are fused on loading"
+        given = {name: self._tensors.tensor(name, weights.__getitem__) for name in attention}
+        return self._forward(layer, inputs, {**rest, **given})
 
-        def run(inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            given = {name.removeprefix(inside): self._tensors.tensor(name, weights.__getitem__) for name in attention}
-            return self._forward(layer, *inputs, given)
+    def read(
+        self, layer: int, rest: Mapping[str, torch.Tensor], inputs: Inputs, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What the output projection reads in `run`, `[b, T, H D]`; the layer stops there."""
+        seen: list[torch.Tensor] = []
 
-        with self._loaded(self._within(layer, attention=False)):
-            yield OpenLayer(run, self._model.get_submodule(self._paths.output(layer)))
+        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0])
+            raise _EnoughError
+
+        output = self._model.get_submodule(self._paths.output(layer))
+        with output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
+            self.run(layer, rest, inputs, weights)
+        return seen[0]
 
     def batch(self, layer: int, batch: int) -> Inputs:
         """The layer's inputs of one batch; for `num_layers`, the outputs of the last layer."""
@@ -247,30 +262,23 @@ class LayerStream:
         left_out = {self._embedding, *_below(self._layers, found)}
         return [name for name in found if name not in left_out]
 
-    @contextlib.contextmanager
-    def _loaded(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Load these parameters and buffers into the model during the block; fails if one is not finite."""
-        buffers = dict(self._model.named_buffers())
-        # The class computes buffers that the checkpoint lacks.
-        given = [name for name in names if name not in buffers or name not in self._tensors.missing]
+    def _read(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """These parameters and buffers, by their names in the model; fails if one is not finite."""
 
         def read(name: str) -> torch.Tensor:
             tensor = weights[name] if weights and name in weights else self._weights[name]
             require_finite(name, tensor)
             return tensor
 
-        try:
-            for name in given:
-                dtype = buffers[name].dtype if name in buffers else torch.float32
-                value = self._tensors.tensor(name, read).to(self.device, dtype)
-                set_module_tensor_to_device(self._model, name, self.device, value=value)
-            yield
-        finally:
-            for name in given:
-                if name in buffers:
-                    set_module_tensor_to_device(self._model, name, self.device, value=buffers[name])
-                else:
-                    set_module_tensor_to_device(self._model, name, "meta")
+        own, buffers = self._model.state_dict(), dict(self._model.named_buffers())
+        # The class computes buffers that the checkpoint lacks.
+        found = [name for name in names if name not in buffers or name not in self._tensors.missing]
+        return {name: self._tensors.tensor(name, read).to(self.device, own[name].dtype) for name in found}
+
+    def _called(self, path: str, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What the module at that path gives with these of its tensors: the others have no values."""
+        inside = {name.removeprefix(f"{path}."): tensor for name, tensor in tensors.items()}
+        return functional_call(self._model.get_submodule(path), inside, args, kwargs)
 
     @contextlib.contextmanager
     def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
@@ -288,40 +296,45 @@ class LayerStream:
         with attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after):
             yield
 
-    def _forward(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        shape, module = positions.shape, self._model.get_submodule(self._path(layer))
-        key = (*shape, positions.numpy().tobytes())
+    def _forward(self, layer: int, inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        hidden, positions = inputs
+        key = (*positions.shape, positions.numpy().tobytes())
         if key not in self._arguments:  # they depend only on the shape and on positions
             width = self._model.get_parameter(self._embedding).shape[1]
-            with torch.no_grad(), self._loaded(self._around()):
-                calls = self._calls(hidden.new_zeros(*shape, width), positions)
+            with torch.no_grad():
+                calls = self._calls(hidden.new_zeros(*positions.shape, width), positions, self._read(self._around()))
             if len(self._arguments) == _KNOWN:
                 del self._arguments[next(iter(self._arguments))]
             self._arguments[key] = [call._replace(hidden=hidden.new_empty(0)) for call in calls]
         call = self._arguments[key][layer]
-        if weights is None:
-            out = module(hidden, *call.args, **call.kwargs)
-        else:
-            out = torch.func.functional_call(module, weights, (hidden, *call.args), call.kwargs)
+        out = self._called(self._path(layer), tensors, hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    def _calls(self, embeddings: torch.Tensor, positions: torch.Tensor, first_only: bool = False) -> list[_Call]:
+    def _calls(
+        self, embeddings: torch.Tensor, positions: torch.Tensor, around: Mapping[str, torch.Tensor], first_only: bool = False
+    ) -> list[_Call]:
         """The arguments with which the model calls each of its layers for these embeddings."""
-        decoder, _, name = self._layers.rpartition(".")
-        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
+        owner = self._layers.rpartition(".")[0]
+        layers = list(self._model.get_submodule(self._layers))
         calls: list[_Call] = []
-        last = 0 if first_only else self.num_layers - 1
-        setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
+
+        def record(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(_Call(hidden_states, args, kwargs))
+            if first_only or len(calls) == len(layers):
+                raise _EnoughError
+            return hidden_states.as_subclass(_Passed)
+
         try:
+            for module in layers:
+                module.forward = record
             through = {"use_cache": False} if self._cache is None else {"use_cache": True, CACHE: self._cache}
-            owner(inputs_embeds=embeddings, **through, **positioned(positions.to(embeddings.device)))
+            self._called(owner, around, inputs_embeds=embeddings, **through, **positioned(positions.to(embeddings.device)))
         except _EnoughError:
             return calls
         finally:
-            setattr(owner, name, whole)
-        raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
+            for module in layers:
+                del module.forward
+        raise AssertionError(f"{type(self._model).__name__} called {len(calls)} of {len(layers)} layers")
 
 
 def positioned(positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -346,34 +359,6 @@ class Inputs(NamedTuple):
     positions: torch.Tensor
 
 
-class OpenLayer:
-    """A layer that takes its attention's weights as an argument of each call.
-
-    Args:
-        run: `(inputs, weights) -> output`.
-        output: The attention's output projection.
-    """
-
-    def __init__(self, run: Callable[[Inputs, Mapping[str, torch.Tensor]], torch.Tensor], output: torch.nn.Module) -> None:
-        self._run, self._output = run, output
-
-    def __call__(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
-        return self._run(inputs, weights)
-
-    def read(self, inputs: Inputs, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What the output projection reads, `[b, T, H D]`; the layer stops there."""
-        seen: list[torch.Tensor] = []
-
-        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            seen.append(args[0])
-            raise _EnoughError
-
-        with self._output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
-            self(inputs, weights)
-        return seen[0]
-
-
 def _below(path: str, names: Iterable[str]) -> list[str]:
     """The names within the module at `path`."""
     return [name for name in names if not path or name.startswith(f"{path}.")]
@@ -389,25 +374,8 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Recorder(torch.nn.Module):
-    """Replaces a layer, looks like it to the model, and records the arguments of its calls."""
-
-    def __init__(self, layer: torch.nn.Module, calls: list[_Call], last: bool) -> None:
-        super().__init__()
-        self.__dict__["_layer"], self._calls, self._last = layer, calls, last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._calls.append(_Call(hidden_states, args, kwargs))
-        if self._last:
-            raise _EnoughError
-        return hidden_states.as_subclass(_Passed)
-
-
 class _Passed(torch.Tensor):
-    """The output of a recorder: some classes use what a layer returns as a tensor, others as a tuple's first item."""
+    """The output of a recorded layer: some classes use what a layer returns as a tensor, others as a tuple's first item."""
 
     # Results computed from it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

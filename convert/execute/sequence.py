@@ -116,13 +116,13 @@ class _Pair:
         fit = OutputFit(after)
         weights = self._write(layer, after)
         lacking = self._job.plan.family.traits.adds_output
-        with self.student.opened(layer) as run:
+        rest = self.student.rest(layer)
 
-            def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
-                own = self.student.batch(layer, batch)
-                fit.see(run.read(own, weights), added + inputs - own.hidden if lacking else added)
+        def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
+            own = self.student.batch(layer, batch)
+            fit.see(self.student.read(layer, rest, own, weights), added + inputs - own.hidden if lacking else added)
 
-            self.teacher.advance(layer, attended=attended)
+        self.teacher.advance(layer, attended=attended)
         return fit.record()
 
     def _write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:

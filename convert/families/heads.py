@@ -64,12 +64,12 @@ class NormRow:
         import torch
 
         if self.storage == "none":
-            return self.form(eps).with_gains(next(iter(tensors.values())).new_ones(1, head_dim), None)
+            return QKNorm(self.form(eps), next(iter(tensors.values())).new_ones(1, head_dim))
 
         def stack(kind: str) -> torch.Tensor:
             return torch.cat([tensors[f"{part}.{kind}"] for part in self.names(name, heads)]).view(-1, head_dim)
 
-        return self.form(eps).with_gains(stack("weight"), stack("bias") if self.bias else None)  # [1 or heads, D]
+        return QKNorm(self.form(eps), stack("weight"), stack("bias") if self.bias else None)  # [1 or heads, D]
 
     def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
         names, out = self.names(name, heads), dict[str, "torch.Tensor"]()

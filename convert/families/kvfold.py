@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
-from attention.qk_norm import NormForm
+from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary, no_rotary
 from attention.scoring import Scoring
@@ -161,7 +161,7 @@ def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjecti
     a = split_projections(local, _projected(config).head_dim, 1.0, None)
     form = NormForm(**config.qk_norm) if config.qk_norm else None
     q_norm, k_norm = (
-        form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
+        QKNorm(form, local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
     )
     return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
 

@@ -190,8 +190,8 @@ def _sizes(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> tor
     one = rows.new_ones(len(rows), 1, 1)
     if norm is None:
         return one
-    if norm.kind == "layer":
-        rows = rows - rows.mean((1,) if norm.scope == "head" else (0, 1), keepdim=True)
+    if norm.form.kind == "layer":
+        rows = rows - rows.mean((1,) if norm.form.scope == "head" else (0, 1), keepdim=True)
     return one * expected_size(rows, norm, moment)
 
 
@@ -201,7 +201,7 @@ def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> tor
         return rows
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] - norm.bias.double()[..., None]), -1)
-    gain = norm.gain.double() + norm.gain_offset
+    gain = norm.gain.double() + norm.form.gain_offset
     least = _LEAST_GAIN * gain.abs().amax()
     least = torch.where(least > 0, least, torch.ones_like(least))  # all may be zero
     return rows * sizes / torch.where(gain.abs() < least, least, gain)[..., None]

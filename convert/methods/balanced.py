@@ -119,7 +119,7 @@ def _balanced_keys(a: Attention, heads: list[Heads]) -> Attention:
     Gains that are stored less one (Gemma) would lose bits, and a norm without gains takes no factors: these keys stay as they
     are.
     """
-    if any(norm is not None and (norm.gain_offset or norm.fixed) for norm in (a.k_norm, a.q_norm)):
+    if any(norm is not None and (norm.form.gain_offset or norm.form.fixed) for norm in (a.k_norm, a.q_norm)):
         return a
     groups = len(a.k)
     of_keys = _energies([torch.cat((each.kept_rope, each.kept_nope), -1) for each in heads])

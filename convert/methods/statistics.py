@@ -186,10 +186,10 @@ def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor)
     """Rows `[heads, D, E + 1]` behind a norm of expected size, or as they are."""
     if norm is None:
         return rows
-    axes = (1,) if norm.scope == "head" else (0, 1)
-    if norm.kind == "layer":
+    axes = (1,) if norm.form.scope == "head" else (0, 1)
+    if norm.form.kind == "layer":
         rows = rows - rows.mean(axes, keepdim=True)
-    rows = rows / expected_size(rows, norm, moment) * (norm.gain.to(rows) + norm.gain_offset)[..., None]
+    rows = rows / expected_size(rows, norm, moment) * (norm.gain.to(rows) + norm.form.gain_offset)[..., None]
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] + norm.bias.to(rows)[..., None]), -1)
     return rows
@@ -197,9 +197,9 @@ def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor)
 
 def expected_size(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
     """What a norm is expected to divide rows `[heads, D, E + 1]` by, `[heads or 1, 1, 1]`; layer norms take centred ones."""
-    axes = (1,) if norm.scope == "head" else (0, 1)
+    axes = (1,) if norm.form.scope == "head" else (0, 1)
     power = ((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True)
-    return (power + norm.eps).sqrt()
+    return (power + norm.form.eps).sqrt()
 
 
 def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> torch.Tensor:

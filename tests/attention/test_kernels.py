@@ -48,9 +48,9 @@ from triton import OutOfResources
 import attention.kernels
 from attention import absorb
 from attention.errors import Refusal
-from attention.kernels import decode, decode_grouped, operators, split_kv, torch_decode, triton_decode
-from attention.kernels.operators import gqa_decode, mla_decode
+from attention.kernels import decode, decode_grouped, split_kv, torch_decode, triton_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose
+from attention.kernels.triton_decode import gqa_decode, mla_decode
 
 pytestmark = [
     pytest.mark.kernels,
@@ -239,7 +239,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the backends that served, in order; torch does the work of all."""
     names: list[str] = []
     for kind in KINDS.values():
-        for name, module, function in zip(("torch", "triton"), (torch_decode, operators), kind.served, strict=True):
+        for name, module, function in zip(("torch", "triton"), (torch_decode, triton_decode), kind.served, strict=True):
 
             def run(*arguments: Any, name: str = name, kind: Kind = kind) -> torch.Tensor:
                 names.append(name)

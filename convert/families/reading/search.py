@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from attention import rope
+from attention.qk_norm import QKNorm
 from attention.record import Attention
-from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP
 from convert.families.heads import BEHIND_ROPE, BY_KV_HEAD, BY_PART, NormRow, RowOrder, Storage
 from convert.families.names import NameTable, Row, in_layers
 from convert.families.reading.found import Found, Reading
-from convert.families.reading.twin import Call, Twin, kinds, near
+from convert.families.reading.twin import Call, Twin, computed, kinds, near
 
 
 class Unread(Exception):
@@ -253,9 +253,9 @@ class Search:
         )
         gain, bias = (None if vector is None else vector.view(-1, dim) for vector in (gain, bias))
         forms: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-        for kind, offset in itertools.product(forms, (0.0, 1.0)):
+        for kind, offset in itertools.product(forms if field else (), (0.0, 1.0)):
             row = NormRow("", "", kind, storage, None, field, bias is not None, offset, after_rotary)
-            if near(row.form(eps).with_gains(read.new_ones(1, dim) if gain is None else gain, bias)(read), gave):
+            if near(QKNorm(row.form(eps), read.new_ones(1, dim) if gain is None else gain, bias)(read), gave):
                 return row
         return None
 
@@ -278,7 +278,7 @@ class Search:
 
         for reading, ours in tries():
             for scale in dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept]):
-                if near(grouped_attention(call.read.double(), replace(ours, scale=scale)), call.gave.double()):
+                if near(computed(replace(ours, scale=scale), call.read.double()), call.gave.double()):
                     return replace(reading, scale=scale)
         for reading, ours in tries():
             if not reading.cap and (fitted := _scale(ours, call)) is not None:
@@ -322,12 +322,12 @@ def _scale(record: Attention, call: Call) -> float | None:
     for steps in (64, 16, 16, 16, 16, 16):
         width = (high - low) / steps
         found = [low + step * width for step in range(steps + 1)]
-        errors = [float((grouped_attention(x, replace(record, scale=math.exp(log))) - gave).abs().max()) for log in found]
+        errors = [float((computed(replace(record, scale=math.exp(log)), x) - gave).abs().max()) for log in found]
         best = found[errors.index(min(errors))]
         if min(errors) > 0.3 * float(gave.abs().max()):
             return None
         low, high = best - width, best + width
-    return math.exp(best) if near(grouped_attention(x, replace(record, scale=math.exp(best))), gave) else None
+    return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
 
 
 def _along(a: torch.Tensor, b: torch.Tensor) -> bool:

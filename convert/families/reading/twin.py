@@ -1,7 +1,7 @@
 """A small twin of a checkpoint's class: narrow layers of each kind, random weights, short windows; and the proof of a reading.
 
 What decides what an attention computes stays as the config has it: head sizes, norms, biases, RoPE, scales, kinds of layers.
-A reading of the config is right if the twin's attention computes what the record says (`attention.reference`).
+A reading of the config is right if the twin's attention computes what the record says (`attention.forward`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from accelerate.utils import set_module_tensor_to_device
 
 from attention.auto import from_config
-from attention.record import Attention
-from attention.reference import grouped_attention
+from attention.forward import Block, output_of
+from attention.record import Attention, Record
 from convert.families.base import Family, decoder_of
 
 _SHORT = 6  # tokens: what windows become, and lengths from which on a class does something else, so that texts pass them
@@ -215,6 +215,11 @@ def near(a: torch.Tensor, b: torch.Tensor, share: float = EQUAL) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= share * b.abs().max())
 
 
+def computed(record: Record, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """What a record computes of inputs `[1, T, E]`, the first at position `start`."""
+    return output_of(record, Block(x[0], range(start, start + x.shape[1])))[None]
+
+
 def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | None:
     """What a family says wrongly of a twin's class, or None: the layer, and where in a text.
 
@@ -237,7 +242,7 @@ def disproof(family: Family, twin: Twin, starts: Sequence[int] = ()) -> str | No
             if family.traits.clip is not None:
                 ours = ours.on_projected_inputs(family.traits.clip)
             read, gave = calls[module].read.double(), calls[output].gave.double()
-            if not near(grouped_attention(read, ours, start), gave, twin.shape.equal + start * _ANGLE):
+            if not near(computed(ours, read, start), gave, twin.shape.equal + start * _ANGLE):
                 return f"layer {stands_for} computes something else than its config says, at positions from {start} on"
     return None
 

@@ -167,13 +167,13 @@ def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str,
     stream = stream_of(model, tmp_path / "spool", blocks)
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".layers.0.self_attn." in name}
     stream.embed()
-    with stream.opened(0) as run:
-        for weight in weights.values():
-            weight.requires_grad_(True)
-        hidden = run(stream.batch(0, 0), weights)
-        gradients = torch.autograd.grad(hidden.square().sum(), list(weights.values()))
-        assert all(gradient.any() for gradient in gradients)
-        read = run.read(stream.batch(0, 0), weights)
+    rest = stream.rest(0)
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    hidden = stream.run(0, rest, stream.batch(0, 0), weights)
+    gradients = torch.autograd.grad(hidden.square().sum(), list(weights.values()))
+    assert all(gradient.any() for gradient in gradients)
+    read = stream.read(0, rest, stream.batch(0, 0), weights)
     attended: list[torch.Tensor] = []
     stream.advance(0, attended=lambda batch, inputs, added: attended.append(added))
     torch.testing.assert_close(read @ weights["model.layers.0.self_attn.o_proj.weight"].T, attended[0])

@@ -13,11 +13,11 @@ import torch
 from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import grouped_attention, latent_attention
 from rows import REPRESENTATIVES, rows
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
 from attention.record import Attention
-from attention.reference import grouped_attention, latent_attention
 from convert.calibration.stream import positioned
 from convert.families import FAMILIES, Family
 from convert.families.rows import ROWS

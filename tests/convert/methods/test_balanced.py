@@ -214,8 +214,8 @@ def test_heads_and_value_dims_that_are_empty_stay() -> None:
 
 def test_gains_that_are_stored_less_one_stay() -> None:
     a, x = lopsided(norm="shared"), inputs(20)
-    norms = {name: replace(getattr(a, name), gain_offset=1.0) for name in ("q_norm", "k_norm")}
-    a = replace(a, **norms)
+    norms = {name: getattr(a, name) for name in ("q_norm", "k_norm")}
+    a = replace(a, **{name: replace(norm, form=replace(norm.form, gain_offset=1.0)) for name, norm in norms.items()})
     found = balanced_heads(a, Blocks.whole(x))
     assert found.k_norm is a.k_norm
     assert loss(a, found) < 1e-4

@@ -1,6 +1,6 @@
-"""Naive grouped and latent attention in the precision of its arguments: the oracle of every test.
+"""Naive grouped and latent attention in the precision of its arguments: the oracle of every test, slow and obviously right.
 
-It is slow and obviously right; nothing but tests and checks should call it.
+Classes of transformers compute the same (tests/convert/families/test_contract.py).
 """
 
 from __future__ import annotations
@@ -16,26 +16,17 @@ from attention.scoring import Scoring
 
 
 def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:
-    """Causal self-attention over one full sequence: softmax(scale · q kᵀ, sink) (v, 0), projected by `o`.
-
-    Args:
-        x: `[B, T, E]`, the normalised input of the block.
-        a: The attention, whose tensors have the dtype of x.
-        start: The position of the first token.
-
-    Returns:
-        `[B, T, E]`.
-    """
+    """Causal self-attention of `x [B, T, E]` from position `start` on: softmax(scale · q kᵀ, sink) (v, 0), projected by `o`."""
     read, x = (x, x) if a.projections is None else a.projections(x)
     queries, keys, values = _projected(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
     positions = start + torch.arange(x.shape[1], device=x.device)
 
     def encode(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
-        if norm and not norm.after_rotary:
+        if norm and not norm.form.after_rotary:
             states = norm(states)
         if a.rotary:
             states = a.rotary.rotate(states, positions)
-        return norm(states) if norm and norm.after_rotary else states
+        return norm(states) if norm and norm.form.after_rotary else states
 
     repeats = a.q.shape[0] // a.k.shape[0]
     queries, keys = encode(queries, a.q_norm), encode(keys, a.k_norm)
@@ -49,18 +40,10 @@ def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Te
 
 
 def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> torch.Tensor:
-    """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434).
+    """Causal multi-head latent attention of `x [B, T, E]` from position `start` on (DeepSeek-V2, arXiv 2405.04434).
 
     The latent of token s is c_s = down x_s, divided by its norm only where the record says so; head h scores it with q_nopeᵀ
     up_k c_s plus the rotated q_ropeᵀ k_rope, and reads up_v c_s.
-
-    Args:
-        x: `[B, T, E]`, the normalised input of the block.
-        a: The attention, whose tensors have the dtype of x.
-        start: The position of the first token.
-
-    Returns:
-        `[B, T, E]`.
     """
     positions = start + torch.arange(x.shape[1], device=x.device)
     read, x = (x, x) if a.projections is None else a.projections(x)
