@@ -142,5 +142,4 @@ def stock(path: Path, **arguments: Any) -> Any:
 
 def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
+        return model(ids).logits

@@ -17,8 +17,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)

@@ -326,8 +326,7 @@ def test_a_cache_may_be_trained_through() -> None:
 
 def through(model: Any, ids: torch.Tensor, form: str) -> torch.Tensor:
     cache = rounding_cache(format_named(form), AttentionSpec.from_config(model.config))
-    found: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
-    return found
+    return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @pytest.mark.parametrize(("kind", "form"), [("heads", "int4"), ("heads", "fp8"), ("latent", "int2"), ("latent", "mixed")])

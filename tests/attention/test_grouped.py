@@ -83,8 +83,7 @@ def test_a_model_generates_the_same_tokens(backend: Any, cache: str, way: dict[s
     def generated(model: Any) -> torch.Tensor:
         torch.manual_seed(0)
         options = {"max_new_tokens": 3, "disable_compile": True, "cache_implementation": cache}
-        found: torch.Tensor = model.generate(ids, attention_mask=mask, **options, **way)
-        return found
+        return model.generate(ids, attention_mask=mask, **options, **way)
 
     expected = generated(model)
     with attention.kernels.watched() as seen:

@@ -86,10 +86,8 @@ def test_an_attention_function_finds_the_config_that_it_knows() -> None:
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
-    lengths = [12, 7, 9]
     options = {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
-    out: torch.Tensor = model.generate(tokens(3, 12), attention_mask=padding(lengths), **options)
-    return out
+    return model.generate(tokens(3, 12), attention_mask=padding([12, 7, 9]), **options)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +219,8 @@ def test_eager_gives_the_probabilities_of_stock() -> None:
             found.append(change(model)(ids, attention_mask=mask, output_attentions=True).attentions)
     for stock, ours in zip(*found, strict=True):
         assert stock.shape == ours.shape == (2, HEADS, 12, 12)
-        assert (
-            error(ours[mask.bool()[:, None, :, None].expand_as(ours)], stock[mask.bool()[:, None, :, None].expand_as(stock)])
-            < 1e-5
-        )
+        seen = mask.bool()[:, None, :, None].expand_as(ours)
+        assert error(ours[seen], stock[seen]) < 1e-5
     model.set_attn_implementation("sdpa")
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, 1, 64)
@@ -350,7 +346,6 @@ def test_scores_in_half_precision_are_not_rounded(dtype: torch.dtype) -> None:
 
 def test_padding_of_flash_attention() -> None:
     found = dense_mask(torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), torch.empty(2, 7, RANK))
-    assert found is not None
     assert found[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
     with pytest.raises(Refusal, match="a padding mask of 8 tokens to a cache of 7"):
         dense_mask(torch.ones(2, 8), torch.empty(2, 7, RANK))
@@ -373,9 +368,6 @@ def test_masks_of_one_step_absorb_and_others_are_the_classs() -> None:
     stepwise = read([8, 1], causal[..., :8, :8], mask)
     assert error(stepwise[mask.bool()], whole[mask.bool()]) < 1e-6
     block = create_block_mask(lambda b, h, q, kv: mask[b, kv] > 0, 2, None, 1, 9, device="cpu")
-    assert [can_absorb(module, *call, {}) for call in ((1, 9, mask), (8, 8, mask[:, :8]), (1, 9, block))] == [
-        True,
-        False,
-        False,
-    ]
+    calls = (1, 9, mask), (8, 8, mask[:, :8]), (1, 9, block)
+    assert [can_absorb(module, *call, {}) for call in calls] == [True, False, False]
     assert not can_absorb(module, 1, 9, mask, {"read_index": []}), "of a paged cache"

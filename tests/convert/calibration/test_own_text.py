@@ -137,7 +137,6 @@ def test_turns_follow_the_template(checkpoint: Make) -> None:
     source = Source.parse(str(with_template(checkpoint("llama"), TEMPLATE)))
     tokenizer = source.tokenizer()
     turns = Voice.of(source).turns
-    assert turns is not None
     assert tokenizer.decode(turns.opening).replace(" ", "") == "<s>[u]"
     assert tokenizer.decode(turns.answer).replace(" ", "") == "</s>[a]"
     model = tiny_model(tiny_config("llama"))
@@ -196,7 +195,6 @@ def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make)
     source = with_template(checkpoint("llama"), "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     tokenizer = Source.parse(str(source)).tokenizer()
     turns = Turns.of(tokenizer)
-    assert turns is not None
     assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
 
 

@@ -99,7 +99,6 @@ def test_positions_may_skip(tmp_path: Path) -> None:
         moments = Moments(layer, stream, records_of(model)(layer))
         stream.advance(layer, moments.see)
     sample = moments.statistics().sample
-    assert sample is not None
     assert list(map(list, sample.positions)) == positions.tolist()
 
 
@@ -119,7 +118,6 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
         close(seen[:2], whole[layer])
         close(seen[2:], short[layer])
         sample = moments.statistics().sample
-        assert sample is not None
         assert sample.cuts == (1, 1, 3, 3, 3)
         expected = [whole[layer][0], whole[layer][2], *short[layer][:6], *short[layer][9:]]
         for block, x in zip(sample.blocks, expected, strict=True):

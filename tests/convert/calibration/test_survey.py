@@ -87,7 +87,6 @@ def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
     found, expected = moments.statistics().attended, attended(a, x)
     for name, tensor in expected.tensors.items():
         torch.testing.assert_close(getattr(found, name), tensor, rtol=1e-4, atol=1e-4)
-    assert found.sunk is not None
     assert found.sunk[-2] > 0.05
     assert found.shrunk(27, None).sunk is found.sunk
     # The same with the constant as one more channel of the input, which nothing reads.
@@ -153,7 +152,6 @@ def test_statistics_are_the_moments_of_what_layers_see(
         torch.testing.assert_close(found.with_constant, ones.second, rtol=1e-4, atol=1e-4)
         energy = states[layer].double().square().sum(-1).reciprocal().mean()  # of the residual stream
         assert found.inverse_energy == pytest.approx(float(energy), rel=1e-4)
-        assert found.sample is not None
         torch.testing.assert_close(found.sample.rows.float(), x, rtol=1e-2, atol=1e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
     nothing = InMemory(model, lambda name: pytest.fail(f"{name} is read, although the survey is complete"))
@@ -192,7 +190,6 @@ def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) 
         model.model.embed_tokens.weight[int(blocks[0, 0])] = 0
         typical = 1 / float(model.model.embed_tokens(blocks).double().square().sum(-1).median())
     found = run_survey(model, tmp_path, blocks)(0).inverse_energy
-    assert found is not None
     assert typical / 2 < found < 1e3 * typical
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from latents import SMALL
 from rows import rows
 from written import Convert, Logits, Make, layer_notes, ok, read, refused, same_but_for_the_run, silence, stop_at, weights
 
@@ -15,19 +16,14 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.execute.layer import Layer
 
-SIZES: dict[str, list[Any]] = {
-    "gqa": ["--groups", 2],
-    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
-}
+SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 
 
 def nats_lost(path: Path, source: Path, letters: Path) -> float:
     """KL of what the result says to what the source says, on the start of the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"][:, :256].view(
-        8, 32
-    )
+    ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"].view(8, 32)
     said = []
     for model in (source, path):
         with torch.inference_mode():

@@ -25,7 +25,7 @@ from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.latent import LatentLayout, NormalisedLatent
+from convert.families.latent import NormalisedLatent
 from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
@@ -139,7 +139,6 @@ def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bo
     """
     rank = config.kv_lora_rank
     rotary, spec = FAMILY.of(config).rotary(0), FAMILY.of(config).spec
-    assert rotary is not None
     a = factored(
         spec.num_heads, spec.qk_nope_head_dim, rotary.dims // 2, rank - len(constants(rank)) if channels is None else channels,
         config.hidden_size, biased, seed, value=spec.head_dim,
@@ -309,7 +308,6 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(("model_type", "changes"), [(name, changes) for name, rows in OTHERS.items() for changes in rows])
 def test_configs_that_kvfold_does_not_write_have_norms_that_do_something(model_type: str, changes: dict[str, Any]) -> None:
     family = FAMILIES[model_type]
-    assert isinstance(family, LatentLayout)
     for written in ({}, {"q_lora_rank": query_rank(64)}):
         assert family.of(tiny_config(model_type, **written)) == family
     assert family.of(tiny_config(model_type, **changes)) == NormalisedLatent(model_type, family.pairing)
@@ -338,7 +336,6 @@ def test_a_config_is_described_by_its_latent() -> None:
     assert (described["rotary_dims"], described["rotary_pairing"], described["layers_with_rotary"]) == (8, "interleaved", 3)
     assert (described["qkv_bias"], described["o_bias"], described["softmax_scale"]) == (False, True, 14**-0.5)
     rotary = FAMILY.of(config).rotary(0)
-    assert rotary is not None
     assert torch.equal(rotary.frequencies, from_config(config, 8).frequencies)
 
 

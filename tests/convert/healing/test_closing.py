@@ -88,7 +88,6 @@ def test_source_and_result_are_loaded_once_to_heal_check_and_evaluate(
     assert done.provenance["check"] is not None
     assert sorted(path == source for path in loaded) == [False, True, True]
     measured = evaluate([source, done.output], text=text)
-    assert done.report is not None
     for one, other in zip(done.report["models"], measured["models"], strict=True):
         assert (one["loss_nats"], one["kl_to_source"]) == (other["loss_nats"], other["kl_to_source"])
 
@@ -190,7 +189,6 @@ def test_by_default_where_the_model_trains_in_memory(
     assert by_default(text=text, method="mean", refit=True) == 0, "a baseline is healed only if asked for"
     assert by_default(text=text, method="mean", heal=1024) == 1024
     swept = sweep(source, tmp_path / "all", groups=[2], methods=["aligned"], text=text, evaluate=text, dry_run=True)
-    assert swept.plans[0].calibration is not None
     assert swept.plans[0].calibration.heal == 0, "methods are compared by what they do themselves"
     monkeypatch.setattr("convert.planning.memory.whole_memory", lambda device: 10**6)
     assert by_default(text=text) == 0
@@ -202,7 +200,6 @@ def test_by_default_where_the_model_trains_in_memory(
 def test_blocks_are_those_of_the_calibration_or_parts_of_them(shelf: Make, spoken: str, tmp_path: Path) -> None:
     source = shelf(max_position_embeddings=8192)
     found = mqa(source, tmp_path / "out", text=[spoken], dry_run=True).plan.calibration
-    assert found is not None
     of = {context: replace(found, context=context).heal_context for context in (64, 512, 600, 2048, 3000)}
     assert of == {64: 64, 512: 512, 600: 300, 2048: 512, 3000: 500}
     tokens = Tokens("t", torch.arange(7 * 601 + 5), 0, 0.0, None)

@@ -61,7 +61,6 @@ def test_only_attention_and_its_norms_change(healed: Healing, converted: Path) -
 
 
 def test_held_out_text_is_evaluated(healed: Healing) -> None:
-    assert healed.report is not None
     assert [entry["name"] for entry in healed.report["models"]] == ["source", "converted", "healed"]
     assert healed.report["models"][2]["kl_to_source"] < healed.report["models"][1]["kl_to_source"]
     assert (healed.report["protocol"]["context"], healed.report["models"][2]["method"]) == (16, "mean")
@@ -84,10 +83,7 @@ def test_command_line(healed: Healing, converted: Path, text: Path, sizes: Sizes
     assert not list(tmp_path.glob("x*"))
     out = Path(shutil.copytree(healed.output, tmp_path / "out"))
     assert "is finished already" in convert("heal", converted, out, *given, "--resume").stderr
-    for changed in (
-        [*given[:3], other, *given[4:]],
-        ["--text", text, "--text", "self", *options],
-    ):
+    for changed in ([*given[:3], other, *given[4:]], ["--text", text, "--text", "self", *options]):
         refused(convert("heal", converted, out, *changed, "--resume"), 2, "was made by another command, or of others")
     again = convert("run", out, tmp_path / "again")
     assert again.exit_code == 0, again.output

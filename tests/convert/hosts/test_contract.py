@@ -189,10 +189,7 @@ def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Conv
     assert torch.equal(said(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), ids), said(model, ids))
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    rows([name for name, family in FAMILIES.items() if family.has_heads], ["llama", "gpt2"]),
-)
+@pytest.mark.parametrize("model_type", rows([name for name, family in FAMILIES.items() if family.has_heads], ["llama", "gpt2"]))
 def test_as_many_groups_as_heads_copies_every_bit(model_type: str, shelf: Make, convert: Convert, tmp_path: Path) -> None:
     source = shelf(model_type)
     heads = heads_of(Row(model_type, model_type))

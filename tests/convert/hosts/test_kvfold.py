@@ -64,10 +64,7 @@ def test_a_config_nests_the_sources() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "model_type"),
-    rows(
-        product(("safetensors", "bin"), (*IGNORING, "gptj")),
-        [("safetensors", "opt"), ("bin", "gpt2")],
-    ),
+    rows(product(("safetensors", "bin"), (*IGNORING, "gptj")), [("safetensors", "opt"), ("bin", "gpt2")]),
 )
 def test_a_base_model_that_was_saved_alone_is_read(
     kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
@@ -77,8 +74,6 @@ def test_a_base_model_that_was_saved_alone_is_read(
 
     source, family = checkpoint(model_type), FAMILIES[model_type]
     whole, embedding, head = logits(source), *map(family.names.holding, ("embedding.weight", "head.weight"))
-    assert embedding is not None
-    assert head is not None
     assert embedding.name in weights(source)
     alone = {name.removeprefix(f"{family.base}."): tensor for name, tensor in weights(source).items()}
     if kind == "bin":
@@ -189,7 +184,6 @@ def test_what_its_attention_does_not_do_is_refused(
 
     family = FAMILIES["gpt_neox"].of(tiny_config("gpt_neox"))
     traits, rotary = family.traits, family.rotary(0)
-    assert rotary is not None
     monkeypatch.setattr(type(family), "traits", property(lambda _: dataclasses.replace(traits, **changed)))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
     assert message in str(HOST.refuses(family, family.spec.grouped(2)))

@@ -58,9 +58,7 @@ SAID = "Once upon a  time, there was\nthe end. "
 def ids(path: Path) -> list[int]:
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(path)(SAID).input_ids
-    assert isinstance(found, list)
-    return found
+    return AutoTokenizer.from_pretrained(path)(SAID).input_ids
 
 
 def class_of(path: Path) -> str:

@@ -91,7 +91,6 @@ def test_a_killed_holder_releases_it(tmp_path: Path) -> None:
     out, command = tmp_path / "parents" / "out", [sys.executable, "-c", HOLDER]
     with subprocess.Popen([*command, str(out)], stdout=subprocess.PIPE, text=True) as holder:
         try:
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             began = time.monotonic()
             told = refusal(out)

@@ -166,7 +166,6 @@ def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = 
         texts_of([given] if isinstance(given, str) else given, None), **{"tokens": 256, "context": 32} | options
     )
     plan = grouped(Source.parse(str(source)), Output(source.with_name("out")), groups, method=method, text=text)
-    assert plan.calibration is not None
     return plan.inputs(GivenTexts.read(plan.source, plan.calibration).hashes)
 
 

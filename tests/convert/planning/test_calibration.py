@@ -76,7 +76,6 @@ def test_a_models_own_text_is_many_short_ones(
     limit: int, options: dict[str, Any], sizes: tuple[int, int, int], source: Sources
 ) -> None:
     found = decided(source(max_position_embeddings=limit), **options)
-    assert found is not None
     assert (found.tokens, found.context, found.max_context) == sizes
     assert decided(source(max_position_embeddings=limit), "pca", texts=OWN_TEXT).max_context in (512, limit)
 

@@ -30,10 +30,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(model: Any) -> torch.Tensor:
-    ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
+        return model(torch.arange(3, 40)[None]).logits
 
 
 def said_by(path: Path) -> torch.Tensor:

@@ -332,7 +332,6 @@ def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source],
     runs, _ = check(pair, SHORT)
     free = runs[0].weight_bytes + 5 * 16 * 1536
     monkeypatch.setattr(bench, "free_memory", lambda device: free)
-    assert pair[0].directory is not None
     (pair[0].directory / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(Failure, match=r"source at batch 6 × context 16 takes .* of KV cache in float32; cpu has") as caught:
         run(pair, replace(SHORT, batches=(1, 6)))

@@ -492,13 +492,11 @@ def test_a_type_that_nobody_has_seen_is_read() -> None:
     assert isinstance(family, Found)
     assert family.projections == ("look", "lock", "load", "leave")
     assert family.module(2) == "floors.2.mixing"
-    assert family.norm is not None
     assert (family.norm.q, family.norm.k, family.norm.after_rotary, family.norm.eps) == ("of_look", "of_lock", True, "norm_eps")
     assert family.rotary(0).pairing == "interleaved"  # type: ignore[union-attr]
     assert family.scale == pytest.approx(0.37, rel=1e-5)
     assert family.window(1) == 5
     norm = family.input_norm(1)
-    assert norm is not None
     assert (norm.name, norm.offset) == ("floors.1.ahead.weight", 0.0)
     assert family.adds_output
     assert family.without_latent
