@@ -22,6 +22,7 @@ import transformers
 from click.testing import CliRunner, Result
 from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 from written import RESULTS, Find, Finished, characters, ok
 
 from attention.models import register
@@ -128,8 +129,6 @@ def logits() -> Callable[..., torch.Tensor]:
     """Logits of a checkpoint on fixed tokens, fp32."""
 
     def run(path: Path | str) -> torch.Tensor:
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         ids = torch.randint(4, model.config.get_text_config().vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from attention.models import MODEL_TYPE
 from attention.versions import keep_caps
@@ -135,8 +136,6 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def stock(path: Path, **arguments: Any) -> Any:
     """The class as transformers loads it, not absorbed."""
-    from transformers import AutoModelForCausalLM
-
     return keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)).eval()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from attention.record import FactoredAttention
 from attention.reference import latent_attention
@@ -57,8 +58,6 @@ def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 
 def logits_of(path: Path, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(ids).logits

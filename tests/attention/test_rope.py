@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from attention.errors import Refusal
 from attention.rope import Pairing, Rotary, from_config
@@ -40,8 +41,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_frequencies_and_attention_factor_are_those_of_transformers(kind: str) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     parameters = {"rope_theta": 10000.0, "rope_type": kind, **SCALINGS[kind]}
     config = tiny_config("llama", head_dim=64, rope_parameters=parameters)
     module, ours = LlamaRotaryEmbedding(config), from_config(config, 64)
@@ -120,8 +119,6 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
     parameters = {"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
     config = tiny_config("llama", head_dim=64, rope_parameters=parameters)
     q, positions = random(1, 2, length, 64).float(), torch.arange(length)

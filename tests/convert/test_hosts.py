@@ -12,6 +12,8 @@ import torch
 from held import Row, full, latent_of, said, sized, small, stock
 from latents import method_options, same_logits, tokens
 from rows import rows
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from written import Convert, Make, edit, left_nothing, ok, refused, weights
 
 from attention import load
@@ -40,9 +42,6 @@ def made(checkpoint: Make, case: str, **changes: Any) -> Path:
 
 def listening(name: str) -> list[tuple[Any, Any]]:
     """Window and cap that an attention function of this name will have been told."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     told: list[tuple[Any, Any]] = []
 
     def listens(*args: Any, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any) -> Any:

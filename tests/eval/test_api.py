@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from written import Make
 
 from attention.errors import KvfoldError, Refusal
@@ -91,8 +92,6 @@ def test_arguments_that_do_not_fit_are_refused(pair: list[Path]) -> None:
 
 
 def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, warned: Callable[[], list[str]]) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = checkpoint() / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "model.extra": tensors["model.norm.weight"].clone()}, path, {"format": "pt"})

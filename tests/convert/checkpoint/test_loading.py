@@ -11,6 +11,7 @@ import torch
 from rows import REPRESENTATIVES, rows
 from safetensors.torch import load_file
 from tiny import SWITCHES, VOCABULARY, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
@@ -26,8 +27,6 @@ EXPERTS = [name for name in FAMILIES if ("moe" in name or name == "mixtral") and
 
 
 def tensors_of(path: Path) -> tuple[ClassTensors, Reader]:
-    from transformers import AutoConfig
-
     reader = Reader(path)
     return ClassTensors(empty_model(AutoConfig.from_pretrained(path)), reader.infos), reader
 
@@ -37,8 +36,6 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
 
     `renamed` has unexpected tensors by their names in the checkpoint, where transformers reports another.
     """
-    from transformers import AutoModelForCausalLM
-
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )

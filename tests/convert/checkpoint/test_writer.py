@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from written import TENSORS
 
 from attention.errors import Failure
+from convert.checkpoint import writer as checkpoint
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from eval.inputs.reader import TensorInfo
 from eval.inputs.sealed import checksum, sync_tree, write_whole
@@ -61,8 +62,6 @@ def test_a_cast_that_overflows_says_so(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from convert.checkpoint import writer as checkpoint
-
     opened = checkpoint.open_safetensors
 
     def flip_last_byte(path: Path) -> object:

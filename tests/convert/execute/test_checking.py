@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from written import Convert, Find, Make, ok, read, refused, same_but_for_the_run
 
 from attention.errors import NotPublished, Refusal
@@ -63,8 +64,6 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened
     own, given = found["texts"]
     assert (own["text"], own["tokens"], given["text"], given["tokens"]) == ("the source's own text", 8 * 128, "t", 400)
     assert own["loss_nats"] == given["loss_nats"] == 0.0
-    from transformers import AutoModelForCausalLM
-
     with torch.inference_mode():
         said = AutoModelForCausalLM.from_pretrained(source)(sample.ids).logits[0, :-1].log_softmax(-1)
     assert given["source_nats"] == pytest.approx(-said.gather(1, sample.ids[0, 1:, None]).mean().item(), rel=1e-5)
@@ -86,8 +85,6 @@ def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_pa
     assert again.positions[320:].tolist() == list(range(1024, 1088))
     assert far.positions.tolist() == [0, *range(3073, 3200)]
     assert Sample.far(rows, 511) == []
-    from transformers import AutoModelForCausalLM
-
     ids, places = torch.randint(3, 90, (1, 64)), torch.arange(64) + 3000 * (torch.arange(64) > 30)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     expected = model(ids, position_ids=places[None], attention_mask=torch.ones_like(ids)).logits[0, :-1].log_softmax(-1)

@@ -17,6 +17,7 @@ from rows import rows
 from safetensors.torch import save_file
 from tiny import SWITCHES, save_tokenizer
 from tiny_mla import mla_model
+from transformers import AutoModelForCausalLM
 from written import Convert, Find, Logits, Make, damage, edit, left_nothing, ok, read, refused, weights
 
 from attention import load
@@ -222,8 +223,6 @@ def test_poor_texts_give_finite_models(
     ("name", "held"), [("latent in shards", 16 + 8), ("whole latent", 33 + 32), ("latent with text", 8 + 4)]
 )
 def test_the_live_cache_is_what_the_config_says(name: str, held: int, finished: Find) -> None:
-    from transformers import AutoModelForCausalLM
-
     made = finished(name)
     model = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32).eval()
     spec = AttentionSpec.from_config(model.config)
@@ -282,8 +281,6 @@ def test_what_does_not_rotate_any_more_goes_into_the_latent(
     finished: Find, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     """With room for it, a smaller rotary key loses the rotation of what it gives up, and no more than a smaller latent does."""
-    from transformers import AutoModelForCausalLM
-
     full = finished("whole latent").path
     ok(convert("mla", full, tmp_path / "out", "--kv-lora-rank", 57, "--qk-rope-head-dim", 8))
     ok(convert("mla", full, tmp_path / "tight", "--kv-lora-rank", 17, "--qk-rope-head-dim", 8))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from latents import SMALL
 from rows import rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Convert, Logits, Make, layer_notes, ok, read, refused, same_but_for_the_run, silence, stop_at, weights
 
 from convert.calibration.refine import _TOLERATED
@@ -21,8 +22,6 @@ SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 
 def nats_lost(path: Path, source: Path, letters: Path) -> float:
     """KL of what the result says to what the source says, on the start of the text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"].view(8, 32)
     said = []
     for model in (source, path):

@@ -37,6 +37,7 @@ from held import (
 from latents import WAYS, method_options, same_logits, tokens, tolerance
 from rows import rows
 from tiny import tiny_config
+from transformers import AutoModelForCausalLM
 from written import Convert, Make, left_nothing, ok, weights
 
 from attention import load
@@ -171,8 +172,6 @@ def test_equal_heads_merge_without_loss(name: str, made: Made) -> None:
 @pytest.mark.parametrize("name", rows(ELSEWHERE, RUNNING))
 def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Convert, tmp_path: Path) -> None:
     """In another class than the source's, with the cache that the plan says, and saved again."""
-    from transformers import AutoModelForCausalLM
-
     row = HEADS[name]
     source, out = made(row, "heads")
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,9 @@ from alike import decodes_alike
 from held import BEHIND, IGNORING
 from latents import same_logits, tokens
 from rows import rows
+from safetensors.torch import save_file
 from tiny import SWITCHES, switched, tiny_config
+from transformers import AutoModelForCausalLM
 from written import Convert, Logits, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Refusal
@@ -70,8 +73,6 @@ def test_a_base_model_that_was_saved_alone_is_read(
     kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     """As GPT-2 is on the Hub: without `transformer.` in the names."""
-    from safetensors.torch import save_file
-
     source, family = checkpoint(model_type), FAMILIES[model_type]
     whole, embedding, head = logits(source), *map(family.names.holding, ("embedding.weight", "head.weight"))
     assert embedding.name in weights(source)
@@ -132,8 +133,6 @@ def test_embeddings_may_be_narrower_than_the_model(
 def test_windows_inside_attention_are_kept(
     checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     source = checkpoint("gpt_neo", duplicated=2, window_size=7)
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
     config = json.loads((tmp_path / "four" / "config.json").read_text())
@@ -180,8 +179,6 @@ def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, changes: d
 def test_what_its_attention_does_not_do_is_refused(
     changed: dict[str, Any], pairing: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
-
     family = FAMILIES["gpt_neox"].of(tiny_config("gpt_neox"))
     traits, rotary = family.traits, family.rotary(0)
     monkeypatch.setattr(type(family), "traits", property(lambda _: dataclasses.replace(traits, **changed)))
@@ -267,8 +264,6 @@ def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(
     checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """As Phi-3's own class does in generation; one forward pass has the frequencies of its length."""
-    from transformers import AutoModelForCausalLM
-
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
             "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0]}  # fmt: skip
     source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=rope)

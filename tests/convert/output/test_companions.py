@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from latents import SMALL
+from transformers import AutoTokenizer, GPT2Tokenizer
 from written import Convert, Find, Make, edit, ok, read
 
 from attention.errors import Failure
@@ -56,8 +57,6 @@ SAID = "Once upon a  time, there was\nthe end. "
 
 
 def ids(path: Path) -> list[int]:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(path)(SAID).input_ids
 
 
@@ -81,8 +80,6 @@ def test_a_class_that_only_the_source_gets_is_named(shelf: Make, finished: Find,
 @pytest.mark.parametrize("kept", ["tokenizer.json", "vocab.json"])
 def test_special_tokens_of_a_class_stay(kept: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """GPT-2's tokenizer has an end of text that no file names; it may also have no tokenizer.json."""
-    from transformers import AutoTokenizer, GPT2Tokenizer
-
     source = checkpoint("gpt2")
     for file in source.glob("tokenizer*"):
         file.unlink()

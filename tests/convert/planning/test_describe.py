@@ -24,6 +24,7 @@ from convert.planning.describe import capacity, inspection, support, support_tex
 from convert.planning.texts import texts_of
 from convert.sweeping import plans_text
 from eval.inputs.source import Source
+from eval.machine.capacity import count_parameters
 
 Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
@@ -140,8 +141,6 @@ def test_an_engine_sees_what_it_runs(source: Sources) -> None:
 
 
 def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:
-    from eval.machine.capacity import count_parameters
-
     for model_type in ("llama", "deepseek_v3"):
         made = source(model_type)
         assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 from tiny_mla import LONGROPE, SIZES
+from transformers import AutoConfig
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
@@ -112,8 +113,6 @@ def test_json_that_no_config_looks_like_is_refused(text: str, said: str, read: R
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_is_accepted(name: str, read: Read) -> None:
-    from transformers import AutoConfig
-
     for config, use_diff in ((tiny_config(name), True), (AutoConfig.for_model(name), False)):
         found = read(config.to_json_string(use_diff=use_diff))
         assert (found.model_type, found.num_hidden_layers) == (name, config.num_hidden_layers)
@@ -140,8 +139,6 @@ def test_what_real_configs_say_is_accepted(read: Read) -> None:
 
 
 def test_infinity_is_read_as_transformers_writes_it(read: Read) -> None:
-    from transformers import AutoConfig
-
     text = AutoConfig.for_model("mamba2").to_json_string(use_diff=False)
     assert '"__float__": "Infinity"' in text
     assert read(text).time_step_limit[1] == math.inf

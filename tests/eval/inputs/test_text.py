@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from attention.errors import Failure, Refusal
 from eval.inputs.text import Text, Tokens, load_dataset, read_file, tokenize
@@ -20,16 +22,12 @@ from eval.inputs.text import Text, Tokens, load_dataset, read_file, tokenize
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
     """One token a character; adds no BOS."""
-    from transformers import AutoTokenizer
-
     save_tokenizer(tmp_path)
     return AutoTokenizer.from_pretrained(tmp_path)
 
 
 def opened_by(token: str, tokenizer: Any) -> Any:
     """`tokenizer`, made to put `token` before a text."""
-    from tokenizers.processors import TemplateProcessing
-
     identity = tokenizer.convert_tokens_to_ids(token)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token} $A", special_tokens=[(token, identity)])
     return tokenizer

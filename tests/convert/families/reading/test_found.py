@@ -21,7 +21,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from written import Convert, Logits, damage, edit, ok, refused, weights
@@ -480,9 +481,6 @@ def registered() -> Iterator[None]:
     AutoConfig.register("odd", OddConfig)
     AutoModelForCausalLM.register(OddConfig, OddForCausalLM)
     yield
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     del CONFIG_MAPPING._extra_content["odd"], MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[OddConfig]
 
 
