@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # As in published models: far more tokens than a text has, of no round number, and more than the tokenizer has.
 VOCABULARY, TOKENS = 331, 96
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": True,
@@ -57,7 +57,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
     from convert.families import FAMILIES
 
-    values = _SIZES | changes
+    values = SIZES | changes
     padding = 1 if model_type == "xglm" else values["vocab_size"] - 1  # xglm has a position for it
     values = {"pad_token_id": padding} | values
     if "moe" in model_type or model_type == "mixtral":

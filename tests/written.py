@@ -96,6 +96,13 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_a_copy(after: Path, before: Path) -> None:
+    """Every tensor is the same, bit for bit."""
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
 def same_but_for_the_run(a: Path, b: Path) -> None:
     names, others = (sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) for path in (a, b))
     assert names == others

@@ -61,6 +61,18 @@ pytestmark = [
 of_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated without a value is NaN, or a number that no index should be."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        out = empty(*shape, **options)
+        return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rank", rows([16, 48, 64, 112, 320, 448, 512, 576, 704], [16, 112, 320]))
 def test_every_rank_is_cut_into_powers_of_two(rank: int, dtype: torch.dtype) -> None:

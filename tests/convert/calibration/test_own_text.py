@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config, tiny_model
+from written import Make
 
 from attention.errors import Failure
 from convert.calibration import own_text as writing
@@ -17,7 +18,6 @@ from convert.calibration.own_text import Turns, Voice, own_text
 from eval.inputs.source import Source
 from eval.terminal.progress import silent
 
-Make = Callable[..., Path]
 CPU = torch.device("cpu")
 TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}{{ '[' + m['role'][0] + ']' + m['content'] + '</s>' }}{% endfor %}"

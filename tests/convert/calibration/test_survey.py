@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from records import inputs
+from records import inputs, measured
 from records import record as random_record
 from streams import WINDOWS, InMemory, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
 
@@ -25,12 +25,6 @@ from convert.methods.statistics import Attended, Statistics
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
     return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), records_of(model))
-
-
-def direct(x: torch.Tensor) -> Statistics:
-    rows = x.double().flatten(0, 1)
-    second, mean = rows.T @ rows / len(rows), rows.mean(0)
-    return Statistics(second, mean, len(rows), Attended.assumed(second, mean))
 
 
 def attended(a: Attention, x: torch.Tensor) -> Attended:
@@ -143,12 +137,12 @@ def test_statistics_are_the_moments_of_what_layers_see(
     with torch.inference_mode():
         states = model(blocks, output_hidden_states=True).hidden_states
     for layer, x in enumerate(seen_by(model, blocks)):
-        found, expected = known(layer), direct(x)
+        found, expected = known(layer), measured(x)
         assert found.tokens == 84
         assert found.second.dtype == found.mean.dtype == torch.float64
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
-        ones = direct(torch.nn.functional.pad(x, (0, 1), value=1))
+        ones = measured(torch.nn.functional.pad(x, (0, 1), value=1))
         torch.testing.assert_close(found.with_constant, ones.second, rtol=1e-4, atol=1e-4)
         energy = states[layer].double().square().sum(-1).reciprocal().mean()  # of the residual stream
         assert found.inverse_energy == pytest.approx(float(energy), rel=1e-4)
@@ -236,7 +230,7 @@ def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path)
     known = run_survey(model, tmp_path, blocks)
     (tmp_path / "source-00001.safetensors").unlink()
     before = (tmp_path / "source-00000.safetensors").read_bytes()
-    expected = direct(seen_by(model, blocks)[1])
+    expected = measured(seen_by(model, blocks)[1])
     (tmp_path / "inputs-2").write_bytes(b"of no use: layer 1 comes first")
     run_survey(model, tmp_path, blocks)
     assert (tmp_path / "source-00000.safetensors").read_bytes() == before

@@ -235,9 +235,6 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
     "MLP biases in the config alone": (
         lambda t: None, {"mlp_bias": True}, "lacks model.layers.0.mlp.gate_proj.bias and 8 others, which LlamaForCausalLM",
     ),
-    "a head of its own in the config alone": (
-        lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": False}, "lacks lm_head.weight, which LlamaForCausalLM",
-    ),
     "more layers in the weights": (
         lambda t: t.update({MLP.replace("1", "3"): t[MLP].clone()}), {}, "has tensor model.layers.3.mlp.up_proj.weight, which",
     ),

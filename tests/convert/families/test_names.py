@@ -16,17 +16,7 @@ from convert.families import FAMILIES, Family
 from convert.families.names import ROLES, NameTable, Place, Row
 from eval.inputs.reader import Reader
 
-GPT2 = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        Row("transformer.wpe", ("positions",)),
-        Row("transformer.h.{layer}.ln_1", ("layers.{layer}.attention_norm",)),
-        Row("transformer.h.{layer}.ln_2", ("layers.{layer}.mlp_norm",)),
-        Row("transformer.h.{layer}.mlp.c_fc", ("layers.{layer}.mlp.up",), transposed=True),
-        Row("transformer.h.{layer}.mlp.c_proj", ("layers.{layer}.mlp.down",), transposed=True),
-        Row("transformer.ln_f", ("final_norm",)),
-    ]
-)
+GPT2 = FAMILIES["gpt2"].names
 THREE = tuple(f"layers.{{layer}}.mlp.shared.{part}" for part in ("gate", "up", "down"))
 NUMBER = re.compile(r"\{(\w+)\}")
 FUSED = NameTable([Row("decoder.{layer}.all", THREE), Row("turned.{layer}", ("layers.{layer}.mlp.up",), transposed=True)])

@@ -38,7 +38,7 @@ from latents import WAYS, method_options, same_logits, tokens, tolerance
 from rows import rows
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
-from written import Convert, Make, left_nothing, ok, weights
+from written import Convert, Make, is_a_copy, left_nothing, ok, weights
 
 from attention import load
 from attention.latent import is_absorbed
@@ -63,12 +63,6 @@ Made = Callable[[Row, str], tuple[Path, Path]]
 def bytes_planned(convert: Convert, command: str, source: Path, out: Path, options: Iterable[Any]) -> int:
     planned = json.loads(ok(convert(command, source, out, *options, "--dry-run", "--json")).stdout)
     return int(planned["kv_bytes_per_token_after"])
-
-
-def is_a_copy(after: Path, before: Path) -> None:
-    old, new = weights(before), weights(after)
-    assert old.keys() == new.keys()
-    assert all(torch.equal(old[name], new[name]) for name in old)
 
 
 @pytest.fixture(scope="session")

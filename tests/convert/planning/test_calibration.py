@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import Sources
 
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
@@ -16,7 +16,6 @@ from convert.planning.calibration import Calibration, CalibrationOptions, Calibr
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
-Sources = Callable[..., Source]
 TEXT = texts_of("some.txt", None)
 # Whether they need text: weighted and aligned use it, pca needs it, svd and mean do without.
 METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {

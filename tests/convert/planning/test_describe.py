@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import factored, grouped
+from plans import Sources, factored, grouped
 from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
@@ -26,7 +25,6 @@ from convert.sweeping import plans_text
 from eval.inputs.source import Source
 from eval.machine.capacity import count_parameters
 
-Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from plans import TEXT, grouped
+from plans import TEXT, Sources, grouped
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.output.destination import Output
 from convert.planning.targets import GroupedTarget
-from eval.inputs.source import Source
-
-Sources = Callable[..., Source]
 
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plans import TEXT, factored
+from plans import TEXT, Sources, factored
 
 from attention.errors import Refusal
 from attention.formats import FORMATS as FORMAT
@@ -18,8 +17,6 @@ from convert.output.destination import Output
 from convert.planning.budget import FORMATS, LatentBounds
 from convert.planning.targets import LatentTarget
 from eval.inputs.source import Source
-
-Sources = Callable[..., Source]
 
 
 def target(*args: Any, **size: Any) -> LatentTarget:
