@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 from decoding import INTERPRETER, Sizes, on_gpu
 from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
-from tiny_mla import error, logits, mla_model, tokens
+from tiny_mla import error, logits, mla_model, padding, tokens
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,11 +41,6 @@ def grouped_model(model_type: str = "llama", **changes: Any) -> Any:
     return model
 
 
-def padding(batch: int, length: int) -> torch.Tensor:
-    """Ones, and zeros for left padding in all sequences but the first."""
-    return (torch.arange(length) >= torch.arange(batch)[:, None]).long()
-
-
 WITHOUT_SDPA = ("gemma2", "vaultgemma")  # whose scores are capped
 LATENT = [name for name, family in FAMILIES.items() if "latent" in family.layout]  # absorbed, not packed
 SHARING = rows([name for name, family in FAMILIES.items() if family.shares_heads and name not in (*WITHOUT_SDPA, *LATENT)])
@@ -54,7 +49,7 @@ SHARING = rows([name for name, family in FAMILIES.items() if family.shares_heads
 @pytest.mark.parametrize("model_type", SHARING)
 def test_packed_families_compute_what_stock_computes(model_type: str) -> None:
     model = grouped_model(model_type)
-    ids, mask = tokens(3, 13), padding(3, 13)
+    ids, mask = tokens(3, 13), padding([13, 12, 11])
     expected, padded = logits(model, ids), logits(model, ids, mask)
     with attention.kernels.watched() as seen:
         assert error(logits(pack(model), ids), expected) < 1e-5
@@ -78,7 +73,7 @@ on_cpus = pytest.mark.skipif(not INTERPRETER, reason="on a CPU by the interprete
 )
 def test_a_model_generates_the_same_tokens(backend: Any, cache: str, way: dict[str, Any]) -> None:
     """Left padding, over a cache that grows and one that does not."""
-    model, ids, mask = grouped_model(head_dim=16, num_hidden_layers=1, num_key_value_heads=2), tokens(2, 9), padding(2, 9)
+    model, ids, mask = grouped_model(head_dim=16, num_hidden_layers=1, num_key_value_heads=2), tokens(2, 9), padding([9, 8])
 
     def generated(model: Any) -> torch.Tensor:
         torch.manual_seed(0)

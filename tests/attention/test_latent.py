@@ -7,12 +7,13 @@ from itertools import product
 from typing import Any
 
 import pytest
+import tiny_mla
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import rows
 from tiny import tiny_config, tiny_model
-from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, checkpoint_activations, error, logits, mla_model, tokens
+from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, error, logits, mla_model, padding, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
@@ -40,11 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm, half-split": {"neutral": (), "rope_interleave": False},
     "norm, minicpm3, which ignores rope_interleave": {"neutral": (), "model_type": "minicpm3", "rope_interleave": True},
 }
-
-
-def padding(lengths: list[int]) -> torch.Tensor:
-    """Left padding of rows of these many tokens."""
-    return (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
 
 
 CHUNKS = {"prefill": (10,), "chunked prefill": (7, 5, 3), "no decoding": (LENGTH,)}
@@ -126,21 +122,13 @@ def test_half_precision_is_as_close_to_fp32_as_stock(dtype: torch.dtype, close: 
     rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("aot_eager", "sdpa")]),
 )
 def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attention: str) -> None:
-    torch._dynamo.reset()
-    model, ids = absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12)
-    steps = []
-    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.no_grad():
-            model(ids[:, :10], past_key_values=cache)
-            steps.append(torch.cat([run(ids[:, t : t + 1], past_key_values=cache).logits for t in (10, 11)], 1))
-    assert error(steps[1], steps[0]) < 1e-6
+    tiny_mla.compiles_whole(absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12), backend)
 
 
 def gradients(model: Any, checkpointing: bool = False, cache: Any = None) -> dict[str, torch.Tensor]:
     model.zero_grad()
     if checkpointing:
-        checkpoint_activations(model)
+        tiny_mla.checkpoint_activations(model)
     ids = tokens(2, 12)
     model(ids, labels=ids, past_key_values=cache, use_cache=cache is not None).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked import run_forked
 from tiny import tiny_config
-from tiny_mla import checkpoint_activations, error, logits, tokens
+from tiny_mla import checkpoint_activations, error, logits, padding, tokens
 from transformers import AutoModelForCausalLM, StaticCache
 
 from attention import load, models, pack, restore
@@ -112,18 +112,6 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-def generates_alone_what_it_generates_padded(model: Any) -> None:
-    ids, lengths = tokens(3, 30), [30, 19, 26]
-    mask = (torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]).long()
-    said = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    for row, length in enumerate(lengths):
-        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
-        assert torch.equal(said[row, -6:], alone[0, -6:])
-
-
-# ---- windows inside attention ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("attention", "static", "chunks"), [("eager", False, (7, 5, 3)), ("sdpa", True, (10,)), ("packed", True, (7, 5, 3))]
 )
@@ -140,7 +128,11 @@ def test_a_cache_changes_no_inner_window(attention: str, static: bool, chunks: t
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_left_padded_row_has_the_inner_windows_of_the_row_alone(attention: str) -> None:
-    generates_alone_what_it_generates_padded(own_model("gpt2", attention=attention, windows=WINDOWS))
+    model, ids, lengths = own_model("gpt2", attention=attention, windows=WINDOWS), tokens(3, 30), [30, 19, 26]
+    said = model.generate(ids, attention_mask=padding(lengths), max_new_tokens=6, do_sample=False)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
+        assert torch.equal(said[row, -6:], alone[0, -6:])
 
 
 def test_functions_that_would_leave_an_inner_window_out_are_refused() -> None:
