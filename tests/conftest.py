@@ -138,6 +138,19 @@ def logits() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories from which models are loaded, in order."""
+    seen, load = list[str](), AutoModelForCausalLM.from_pretrained
+
+    def counted(path: Path, **options: object) -> object:
+        seen.append(str(path))
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    return seen
+
+
+@pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What the library has warned of so far, as a program hears it that has set up no logging."""
     logger = logging.getLogger("kvfold")

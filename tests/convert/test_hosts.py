@@ -12,7 +12,9 @@ import torch
 from held import Row, full, latent_of, said, sized, small, stock
 from latents import method_options, same_logits, tokens
 from rows import rows
-from transformers import AttentionInterface
+from tiny import ROPES
+from tiny_mla import logits
+from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from written import Convert, Make, edit, left_nothing, ok, refused, weights
 
@@ -113,13 +115,9 @@ def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert
     assert "the windowed layers (2 of 3, which see 7 tokens) are 8.6% of the cache at 128 tokens" in card
     assert measured_bytes_per_token(stock(tmp_path / "out"), "float32", 128) == held["after"]
     model = load(tmp_path / "out", when="always", dtype=torch.float64, cache_dtype="int8")
-    with torch.no_grad():
-        whole, cache, found = model(ids).logits, None, []
-        for piece in ids.split([9, *[1] * 31], 1):
-            output = model(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            found.append(output.logits)
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-6)
+    cache = DynamicCache()
+    whole, found = logits(model, ids, chunks=[40]), logits(model, ids, chunks=[9], cache=cache)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
     spec = AttentionSpec.from_config(model.config)
     assert sum(layer.nbytes for layer in cache.layers) == len(ids) * spec.cache_bytes("int8", 40)
 
@@ -157,10 +155,7 @@ def test_refinement_leaves_projections_and_norms_of_the_source(
 @pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Also those that change with the length, and those with an attention factor."""
-    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    if kind == "yarn":
-        parameters["original_max_position_embeddings"] = 16
-    source = checkpoint("llama", mlp_bias=True, rope_parameters=parameters, max_position_embeddings=32)
+    source = checkpoint("llama", mlp_bias=True, rope_parameters=ROPES[kind], max_position_embeddings=32)
     ok(convert("mla", source, tmp_path / "out", *full(source, Row("llama", MODEL_TYPE))))
     for length in (12, 60):
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))

@@ -40,7 +40,7 @@ import pytest
 from click.testing import CliRunner
 from fuzz.mutations import bytes_changed, mutated, weights_changed
 from gguf_files import model_of, write
-from tiny import save_tokenizer, tiny_config, tiny_model
+from tiny import saved, tiny_config, tiny_model
 from tiny_mla import LONGROPE, SIZES
 from written import ok, stop_at
 
@@ -283,8 +283,7 @@ def main(count: int = 2000, seed: int = 0, kinds: Iterable[str] = KINDS) -> Outc
             place.mkdir()
             os.chdir(place)  # the same place as later: paths are part of what is kept
             try:
-                tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
-                save_tokenizer(Path("source"))
+                saved(tiny_model(tiny_config("llama", num_hidden_layers=2)), Path("source"))
                 Path("text.txt").write_text(TEXT)
                 work = KINDS[kind]()
                 shutil.copytree(place, template)

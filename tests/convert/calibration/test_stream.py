@@ -11,7 +11,7 @@ import pytest
 import torch
 from rows import rows
 from streams import WINDOWS, InMemory, blocks_of, model_of, observed, of_blocks, records_of, seen_by, stream_of
-from tiny import tiny_model
+from tiny import ROPES, tiny_model
 
 from attention.errors import Failure
 from convert.calibration.stream import LayerStream
@@ -20,10 +20,6 @@ from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
 from eval.inputs.reader import Reader
 
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-    "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [4.0, 1.0, 5.0, 9.0],
-}  # fmt: skip
 # What else a model hands to its layers, or does before them.
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled embeddings, windows": ("gemma2", WINDOWS),
@@ -32,7 +28,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "a window": ("mistral", {"sliding_window": 4}),
     "a layer without RoPE": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "multipliers": ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
-    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "longrope": ("llama", {"rope_parameters": ROPES["longrope"] | {"original_max_position_embeddings": 8}}),
     "narrow embeddings": ("opt", {"word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "alibi": ("falcon", {"alibi": True, "multi_query": False}),
 }  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from latents import SMALL, WAYS, full_size, logits_of, method_options, same_logits, tokens, tolerance
 from rows import rows
 from safetensors.torch import save_file
-from tiny import SWITCHES, save_tokenizer
+from tiny import ROPES, SWITCHES, saved
 from tiny_mla import mla_model
 from transformers import AutoModelForCausalLM
 from written import Convert, Find, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, read, refused, weights
@@ -100,15 +100,7 @@ def test_less_than_full_size_loses(
 NO_POSITIONS = {"no_rope_layers": [1, 0, 1], "hidden_size": 96}
 # Sources of a latent of full size, with what its logits depend on beside the family.
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{kind} RoPE": ("llama", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind} | rope})
-       for kind, rope in {
-           "default": {"rope_theta": 5000.0},
-           "linear": {"factor": 4.0},
-           "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-           "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-           "longrope": {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [3.0, 1.0, 4.0, 9.0], "factor": 4.0,
-                        "original_max_position_embeddings": 16},
-       }.items()},
+    **{f"{kind} RoPE": ("llama", {"rope_parameters": rope}) for kind, rope in ROPES.items() if kind != "dynamic"},
     "MHA": ("llama", {"num_key_value_heads": 8}),
     "MQA": ("llama", {"num_key_value_heads": 1}),
     "GQA": ("llama", {"num_key_value_heads": 2, "num_attention_heads": 16}),
@@ -291,9 +283,7 @@ def test_what_does_not_rotate_any_more_goes_into_the_latent(
 
 
 def test_a_latent_norm_that_does_something_is_refused_by_its_weights(convert: Convert, words: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    mla_model(neutral=()).save_pretrained(source)
-    save_tokenizer(source)
+    source, out = saved(mla_model(neutral=()), tmp_path / "source"), tmp_path / "out"
     result = convert("mla", source, out, "--kv-lora-rank", 12, "--qk-rope-head-dim", 8, "--text", words, "-q")
     left_nothing(result, 1, "the norm of layer 0's latent is not neutral", out)
     assert len(result.stderr.splitlines()) == 2, "an error and a hint"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import factored
 from rows import rows
-from tiny import NORMED, layer_tensors, random_model, save_tokenizer, tiny_config, tiny_model
+from tiny import NORMED, ROPES, layer_tensors, random_model, saved, tiny_config, tiny_model
 from written import Convert, left_nothing, ok, refused
 
 from attention.errors import Failure, Refusal
@@ -294,8 +294,7 @@ def test_a_latent_with_a_bias_is_not_read() -> None:
         FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 32}  # fmt: skip
+YARN = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "deepseek_v3": [
         {"q_lora_rank": 12}, {"q_lora_rank": 64}, {"first_k_dense_replace": 2}, {"first_k_dense_replace": None},
@@ -401,8 +400,7 @@ def test_an_unknown_type_is_refused_by_its_latent() -> None:
 
 
 def test_a_portable_result_is_not_made_smaller(tmp_path: Any, convert: Convert) -> None:
-    random_model(tiny_config("deepseek_v3", attention_bias=False)).save_pretrained(tmp_path / "source")
-    save_tokenizer(tmp_path / "source")
-    result = convert("mla", tmp_path / "source", tmp_path / "out", "--kv-budget", "50%")
+    source = saved(random_model(tiny_config("deepseek_v3", attention_bias=False)), tmp_path / "source")
+    result = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
     left_nothing(result, 2, "makes a smaller latent only of results of its own", tmp_path / "out")
     assert "the original of a portable result" in result.stderr

@@ -15,7 +15,7 @@ from held import BEHIND, IGNORING
 from latents import same_logits, tokens
 from rows import rows
 from safetensors.torch import save_file
-from tiny import SWITCHES, switched, tiny_config
+from tiny import ROPES, SWITCHES, switched, tiny_config
 from transformers import AutoModelForCausalLM
 from written import Convert, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, weights
 
@@ -262,9 +262,7 @@ def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(
     checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """As Phi-3's own class does in generation; one forward pass has the frequencies of its length."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
-            "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0]}  # fmt: skip
-    source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=rope)
+    source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=ROPES["longrope"])
     whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
     ok(convert("mla", source, tmp_path / "out", *whole))
     before, after = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "out"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+from tiny import ROPES, tiny_config
 from tiny_mla import LONGROPE, SIZES
 from transformers import AutoConfig
 
@@ -18,8 +18,6 @@ from convert.families import FAMILIES
 from eval.inputs.source import Source
 
 Read = Callable[..., Any]
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
 LAYERS = "it must be an integer from 1 to 2,048"
 
 
@@ -122,7 +120,7 @@ REAL: list[dict[str, Any]] = [
     {"pad_token_id": -1},  # the first Llama checkpoints
     {"pad_token_id": None, "torch_dtype": "float16", "dtype": None, "sliding_window": None, "rope_scaling": None},
     {"rope_parameters": None, "rope_theta": 5e5, "num_key_value_heads": None, "head_dim": None},
-    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    {"rope_parameters": ROPES["llama3"] | {"rope_theta": 5e5}},
     {"rope_parameters": LONGROPE},
     {"kv_lora_rank": None, "qk_rope_head_dim": 0, "v_head_dim": 0},
     {"quantization_config": None, "vision_config": {"num_attention_heads": [1, 2], "hidden_size": 0}},

@@ -16,7 +16,7 @@ from alike import comes_back, reads_its_cache
 from found_types import FOUND, SHARING, SINKS, SIZES, small
 from PIL import Image
 from rows import rows
-from tiny import VOCABULARY, duplicate_kv_heads, random_model, save_tokenizer
+from tiny import VOCABULARY, duplicate_kv_heads, random_model, saved
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
@@ -35,13 +35,6 @@ from convert.families.reading.twin import Twin, disproof
 from convert.planning.allowed import convertible
 from eval.inputs.loading import load
 from eval.inputs.source import Source
-
-
-def saved(config: Any, path: Path) -> Path:
-    random_model(config).save_pretrained(path)
-    save_tokenizer(path)
-    return path
-
 
 # ---- types of transformers -------------------------------------------------------------------------------------------------
 
@@ -69,8 +62,7 @@ def test_equal_heads_merge_without_loss(
     """Pairs of dims stay where the class rotates them."""
     model = random_model(small(model_type))
     duplicate_kv_heads(model, 2)
-    model.save_pretrained(tmp_path / "source")
-    save_tokenizer(tmp_path / "source")
+    saved(model, tmp_path / "source")
     ways = on if fitted else ["--no-text"]
     ok(convert("gqa", tmp_path / "source", tmp_path / "out", "--groups", 2, "--class", "stock", *ways, "--heal", 0))
     torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "source"), rtol=1e-4, atol=1e-4)
@@ -92,7 +84,7 @@ def test_no_other_type_is_found() -> None:
 
 @pytest.mark.parametrize("model_type", rows(SHARING, ["gpt_oss", "phi4_multimodal"]))
 def test_found_types_convert_in_their_own_class(model_type: str, convert: Convert, tmp_path: Path) -> None:
-    source = saved(small(model_type), tmp_path / "source")
+    source = saved(random_model(small(model_type)), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "same", "--groups", 4, "--no-text", "--force"))
     is_a_copy(tmp_path / "same", source)
     ok(convert("gqa", source, tmp_path / "half", "--groups", 2, "--no-text"))
@@ -189,9 +181,8 @@ def saved_seeing(model_type: str, path: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
-    model.save_pretrained(path)
+    saved(model, path)
     (path / "processor_config.json").write_text("{}")
-    save_tokenizer(path)
     return path
 
 
@@ -339,7 +330,7 @@ def test_only_layers_that_rotate_are_counted_as_such() -> None:
 
 
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
-    source = saved(small("gpt_oss", sliding_window=8), tmp_path / "source")
+    source = saved(random_model(small("gpt_oss", sliding_window=8)), tmp_path / "source")
     ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
     text = ("--text", words, "--calibration-tokens", 1024, "--calibration-context", 64)
     ok(convert("gqa", source, tmp_path / "fitted", "--groups", 2, *text, "--heal", 0))
@@ -354,7 +345,7 @@ def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits
 
 @pytest.mark.parametrize("command", [["mla", "--kv-lora-rank", 16], ["gqa", "--groups", 2, "--class", "kvfold"]])
 def test_classes_without_sinks_are_refused(command: list[Any], convert: Convert, tmp_path: Path) -> None:
-    source = saved(small("gpt_oss"), tmp_path / "source")
+    source = saved(random_model(small("gpt_oss")), tmp_path / "source")
     said = "kvfold: its heads have sinks (logits of their own in every softmax), and those of the class have none"
     kind, *options = command
     result = convert(kind, source, tmp_path / "out", *options, "--no-text")
@@ -363,7 +354,7 @@ def test_classes_without_sinks_are_refused(command: list[Any], convert: Convert,
 
 
 def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) -> None:
-    source = saved(small("granite_swa"), tmp_path / "source")
+    source = saved(random_model(small("granite_swa")), tmp_path / "source")
     refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
 
 
