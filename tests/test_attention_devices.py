@@ -41,9 +41,6 @@ def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.latent.is_plain", lambda module: True)
 
 
-# ---- records -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("a", RECORDS.values(), ids=RECORDS)
 def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
     with fake_gpu():
@@ -54,9 +51,6 @@ def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
         assert isinstance(output_error(on_gpu, to_gpu(record()), blocks), float)
         further = on_gpu.expanded() if isinstance(on_gpu, FactoredAttention) else attention_by_distance(on_gpu, blocks)
         assert devices(further) == {"cuda"}
-
-
-# ---- models --------------------------------------------------------------------------------------------------------
 
 
 class OnGpu:

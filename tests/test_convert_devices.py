@@ -41,9 +41,6 @@ ALLOCATIONS = [  # folded, with fewer nope dims
 ]
 
 
-# ---- methods -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "kind"), [*(("aligned", kind) for kind in RECORDS), *((method, "norm") for method in GROUPED)], ids=str
 )
@@ -68,9 +65,6 @@ def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statist
     with fake_gpu(False):
         for allocation in ALLOCATIONS if method == "weighted" and statistics is SURVEYED else []:
             assert devices(chosen.factor(to_gpu(GQA), replace(allocation, rotary=rotary), statistics)) == {"cuda"}
-
-
-# ---- surveys -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -107,9 +101,6 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
             Moments(0, stream, attention).see(torch.ones(1, 6, stream.width))
 
 
-# ---- fits ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("a", "b"),
     [(record(2, 1, nope=2), record(1, 2, nope=2, seed=1)), (record(2, 1), factored(2))],
@@ -140,9 +131,6 @@ def test_records_are_refitted_on_the_gpu(a: Attention, b: Record, monkeypatch: p
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken along zeros: fakes have no gradients."""
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
-
-
-# ---- whole conversions ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -121,16 +121,6 @@ def edit(path: Path, **changes: Any) -> Path:
     return path
 
 
-def silence(source: Path, layer: int) -> Path:
-    """A model of which one layer adds nothing, as after pruning."""
-
-    def prune(tensors: dict[str, torch.Tensor]) -> None:
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            tensors[f"model.layers.{layer}.{name}.weight"].zero_()
-
-    return damage(source, prune)
-
-
 def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     """Change the weights of a checkpoint of one file."""
     tensors = load_file(source / "model.safetensors")

@@ -9,14 +9,7 @@ import torch
 from records import block_of, blocks_of, factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
-from attention.forward import (
-    Block,
-    attention_output,
-    attention_received,
-    heads_of,
-    output_error,
-    values_of,
-)
+from attention.forward import Block, attention_output, attention_received, heads_of, output_error, values_of
 from attention.qk_norm import QKNorm
 from attention.record import Attention, Record
 from attention.rope import Rotary

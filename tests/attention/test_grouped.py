@@ -15,13 +15,7 @@ from decoding import INTERPRETER, Sizes, on_gpu
 from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, padding, tokens
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    ContinuousBatchingConfig,
-    StaticCache,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ContinuousBatchingConfig, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -205,14 +199,6 @@ def test_a_backend_by_name_is_not_passed_over(name: str) -> None:
     tensors, mask, options, _ = CALLS[name]
     with pytest.raises(Refusal, match=r"the torch backend cannot decode here: it (does not support|takes)"):
         grouped_attention(sharing(3, "torch"), *tensors, mask, **options)
-
-
-def test_a_backend_by_name_serves_or_refuses() -> None:
-    model, ids = pack(grouped_model(head_dim=8), backend="triton"), tokens(1, 6)
-    with pytest.raises(
-        Refusal, match="the triton backend cannot decode here: it takes heads whose values are a multiple of 16"
-    ):
-        logits(model, ids, chunks=[5])
 
 
 # What changes, and what does not

@@ -16,24 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import decoding
 import pytest
 import torch
-from decoding import (
-    DEVICE,
-    INTERPRETER,
-    KINDS,
-    SCALE,
-    SMALL,
-    TOLERANCE,
-    Kind,
-    added,
-    agree,
-    grouped,
-    latents,
-    on_gpu,
-    ragged,
-    spelled_out,
-)
+from decoding import DEVICE, INTERPRETER, KINDS, SCALE, SMALL, TOLERANCE, Kind, agree, grouped, latents, ragged, spelled_out
 from forked import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +91,7 @@ def test_every_shape_of_groups_and_heads(heads: int, groups: int, dim: int, rank
 def test_ragged_batches_with_holes(kind: Kind, mask_of: str, dtype: torch.dtype) -> None:
     call, mask = kind.call(3, 70, dtype), ragged(3, 70, holes=0.4)
     if mask_of != "bool":
-        mask = added(mask, torch.float16 if "fp16" in mask_of else torch.float32)
+        mask = decoding.added(mask, torch.float16 if "fp16" in mask_of else torch.float32)
     expected = spelled_out(*call, mask=mask)
     for swap in (False, True):
         assert agree(kind.operator(*call, mask, SCALE, replace(SMALL, swap=swap)), expected)
@@ -150,7 +136,7 @@ def test_holes_may_be_wider_than_tiles_and_shares() -> None:
     mask = torch.zeros(2, 1, 1, 120, dtype=torch.bool, device=DEVICE)
     mask[0, ..., 3], mask[0, ..., 90:] = True, True
     mask[1, ..., :2], mask[1, ..., 70], mask[1, ..., 119] = True, True, True
-    for one in (mask, added(mask)):
+    for one in (mask, decoding.added(mask)):
         assert agree(mla_decode(q, r, c, k, one, SCALE, replace(SMALL, programs=4)), spelled_out(q, r, c, k, mask=one))
 
 
@@ -239,7 +225,7 @@ def test_the_least_finite_number_hides_as_it_does_in_torch() -> None:
 @of_kinds
 def test_torch_agrees_with_the_same_oracle(kind: Kind) -> None:
     call = kind.call(5, 90)
-    for mask in (None, ragged(5, 90, holes=0.4, seed=2), added(ragged(5, 90, holes=0.4, seed=2))):
+    for mask in (None, ragged(5, 90, holes=0.4, seed=2), decoding.added(ragged(5, 90, holes=0.4, seed=2))):
         assert agree(kind.decode(*call, mask, SCALE, "torch"), spelled_out(*call, mask=mask))
 
 
@@ -264,7 +250,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def as_on_a_fresh_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of the kernels there."""
-    on_gpu(monkeypatch)
+    decoding.on_gpu(monkeypatch)
     monkeypatch.setattr(triton_decode, "_INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     # With a cache of its own, so that later tests do not hear of failures.
@@ -290,7 +276,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, *found: float | Exception) -> list[Sh
 @of_kinds
 def test_a_gpu_has_triton_and_a_cpu_torch(kind: Kind, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kind.decode(*(t.cpu() for t in kind.call(1, 5)), None, SCALE)  # without a word: here warnings are errors
-    on_gpu(monkeypatch)
+    decoding.on_gpu(monkeypatch)
     kind.decode(*kind.call(1, 5), ragged(1, 5), SCALE)
     assert served == ["torch", "triton"]
 
@@ -337,7 +323,7 @@ OBJECTIONS: list[tuple[Any, str]] = [
 def test_torch_steps_in_with_one_warning_a_reason(
     change: Any, reason: str, served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpu(monkeypatch, (7, 5) if change == "new" else (9, 0))
+    decoding.on_gpu(monkeypatch, (7, 5) if change == "new" else (9, 0))
     monkeypatch.setattr(triton_decode, "_TRITON", change != "triton")
     if isinstance(change, float | Exception):
         tried(monkeypatch, change)
@@ -411,7 +397,7 @@ def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.Monkey
         with attention.kernels.watched() as inner:
             decode(*call, None, SCALE, "torch")
     assert (seen, inner) == ({"triton": None, "torch": None}, {"torch": None})
-    on_gpu(monkeypatch, (7, 5))
+    decoding.on_gpu(monkeypatch, (7, 5))
     with attention.kernels.watched() as seen, pytest.warns(RuntimeWarning, match="capability"):
         decode(*call, None, SCALE)
     decode(*call, None, SCALE, "torch")

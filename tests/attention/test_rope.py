@@ -83,9 +83,6 @@ def test_turning_multiplies_the_complex_view_by_a_phase(
     torch.testing.assert_close(rotated, expected, rtol=1e-11, atol=1e-11)
 
 
-# ---- selection -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> None:
     whole, pairs, positions = rotary(5, "half", factor=1.5), [3, 0, 3, 4], torch.arange(6) * 11

@@ -32,9 +32,6 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "novel.txt"
 
 
-# ---- evaluate ------------------------------------------------------------------------------------------------------
-
-
 def test_a_report_is_returned_and_nothing_is_printed(pair: list[Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int, int, str]] = []
     found = evaluate(pair, text=text, context=32, device="cpu", progress=lambda *told: seen.append(told))
@@ -97,9 +94,6 @@ def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, 
     save_file({**tensors, "model.extra": tensors["model.norm.weight"].clone()}, path, {"format": "pt"})
     evaluate([path.parent], text=text, max_tokens=64, device="cpu")
     assert warned() == ["LlamaForCausalLM has no use for 1 tensors of source: model.extra, …"]
-
-
-# ---- bench ---------------------------------------------------------------------------------------------------------
 
 
 SHORT: dict[str, Any] = {"context": [16], "steps": 1, "rounds": 2, "device": "cpu"}

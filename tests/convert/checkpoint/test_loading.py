@@ -306,9 +306,6 @@ def test_what_was_written_is_held_against_its_class(
     left_nothing(result, 1, "config.json and the weights disagree: model.layers.0.mlp", tmp_path / "out")
 
 
-# ---- names, shapes and dtypes alone ----------------------------------------------------------------------------------
-
-
 def test_experts_that_are_stacked_when_they_are_loaded_are_checked(checkpoint: Make) -> None:
     source = Source.parse(str(checkpoint("mixtral")))
     infos = dict(source.reader().infos)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from latents import SMALL, WAYS, full_size, logits_of, method_options, same_logits, tokens, tolerance
+from latents import SMALL, full_size, logits_of, method_options, same_logits, tokens, tolerance
 from rows import rows
 from safetensors.torch import save_file
 from tiny import ROPES, SWITCHES, saved
@@ -82,19 +82,6 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
 
 
 # ---- a latent --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", WAYS)
-def test_less_than_full_size_loses(
-    method: str, shelf: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    source, lost = shelf(), []
-    expected = logits(source)
-    for rank, rope in ((8, 8), (24, 24), (33, 32)):
-        out = tmp_path / f"{rank}"
-        ok(convert("mla", source, out, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)))
-        lost.append(float((logits(out) - expected).abs().mean()))
-    assert lost[0] > lost[1] > 1e-2 > 1e-4 > lost[2]
 
 
 NO_POSITIONS = {"no_rope_layers": [1, 0, 1], "hidden_size": 96}
@@ -227,9 +214,6 @@ def test_the_live_cache_is_what_the_config_says(name: str, held: int, finished: 
     assert made.provenance["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32") == 3 * held * 4
 
 
-# ---- trained weights -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def paired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled checkpoint in fp32, with each second KV head equal to the one before: trained weights of a known rank."""
@@ -265,21 +249,6 @@ def test_a_latent_of_the_same_size_is_copied_bit_for_bit(finished: Find, convert
     provenance = read(tmp_path / "same" / "conversion.json")
     assert (provenance["method"], provenance["layers"], provenance["calibration_hash"]) == (None, [], None)
     assert provenance["tensors"] == {"converted": [], "cast": [], "copied": sorted(weights(full)), "dropped": {}}
-
-
-def test_what_does_not_rotate_any_more_goes_into_the_latent(
-    finished: Find, convert: Convert, logits: Logits, tmp_path: Path
-) -> None:
-    """With room for it, a smaller rotary key loses the rotation of what it gives up, and no more than a smaller latent does."""
-    full = finished("whole latent").path
-    ok(convert("mla", full, tmp_path / "out", "--kv-lora-rank", 57, "--qk-rope-head-dim", 8))
-    ok(convert("mla", full, tmp_path / "tight", "--kv-lora-rank", 17, "--qk-rope-head-dim", 8))
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert (type(model).__name__, any(info.values())) == ("DeepseekV3ForCausalLM", False)
-    config = model.config
-    assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (40, 8, 8)
-    lost = [float((logits(tmp_path / name) - logits(full)).abs().mean()) for name in ("out", "tight")]
-    assert 1e-3 < lost[0] < lost[1]
 
 
 def test_a_latent_norm_that_does_something_is_refused_by_its_weights(convert: Convert, words: Path, tmp_path: Path) -> None:

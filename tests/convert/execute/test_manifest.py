@@ -117,9 +117,6 @@ def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make) ->
     assert name in written_of(source, 1)[0], "where the class stays the same, it is copied"
 
 
-# ---- bad weights -----------------------------------------------------------------------------------------------------
-
-
 K = "model.layers.1.self_attn.k_proj"
 BAD = {  # what else a checkpoint may have in place of a tensor, tests/eval/inputs/test_misfits.py says
     "missing tensor": (lambda t: t.pop(f"{K}.weight"), f"lacks tensor {K}.weight"),

@@ -11,29 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
 import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
-from held import (
-    BEHIND,
-    BEYOND,
-    CLIPPED,
-    DEFAULT,
-    IGNORING,
-    NO_ROPE,
-    NORM_SWITCHES,
-    ONE,
-    YARN,
-    Row,
-    config_of,
-    full,
-    latent_of,
-    said,
-    sized,
-    small,
-    stock,
-)
+from held import IGNORING, NO_ROPE, Row, config_of, full, latent_of, said, small, stock
 from latents import WAYS, method_options, same_logits, tokens, tolerance
 from rows import rows
 from tiny import tiny_config
@@ -95,8 +78,8 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
 OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
-    "all dims": DEFAULT | {"partial_rotary_factor": 1.0},
-    "a quarter": DEFAULT | {"partial_rotary_factor": 0.25},
+    "all dims": held.DEFAULT | {"partial_rotary_factor": 1.0},
+    "a quarter": held.DEFAULT | {"partial_rotary_factor": 0.25},
     "half, linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "all, dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
@@ -115,10 +98,10 @@ def halved(model_type: str) -> Row:
 HEADS: dict[str, Row] = {
     **{name: halved(name) for name, family in FAMILIES.items() if family.has_heads},
     **{f"{name}, behind its norm": Row(name, MODEL_TYPE, changes, 4 if name == "mpt" else 2, FIT, 1e-3)
-       for name, changes in BEHIND.items()},
+       for name, changes in held.BEHIND.items()},
     # GPT-Neo's attention is in fp32.
     **{f"{case}, one head": Row(name, "gpt_bigcode", changes, 1, ("--method", "mean"), 1e-6 if name == "gpt_neo" else 1e-11)
-       for case, (name, changes) in ONE.items()},
+       for case, (name, changes) in held.ONE.items()},
     **{f"gpt_neox, one head, {case}": Row("gpt_neox", "falcon",
        {"use_parallel_residual": False, "rope_parameters": rope, "hidden_size": 128}, 1, (), 1e-5)
        for case, rope in OF_FALCON.items()},
@@ -233,14 +216,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 128},
     "ministral": {"sliding_window": 128, "layer_types": SLIDING},
     "cwm": {"sliding_window": 128, "layer_types": SLIDING},
-    "phi3": {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}},
+    "phi3": {"rope_parameters": held.DEFAULT | {"partial_rotary_factor": 0.75}},
 }
 OF_MINICPM3: dict[str, dict[str, Any]] = {
     "as it is": {},
     "biases": {"attention_bias": True},
     "heads wider than the model": {"head_dim": 12},
     "an embedding scale that is no integer": {"hidden_size": 80},
-    "YaRN": {"rope_parameters": YARN},
+    "YaRN": {"rope_parameters": held.YARN},
     "a head of its own": {"tie_word_embeddings": False},
 }
 
@@ -248,8 +231,8 @@ OF_MINICPM3: dict[str, dict[str, Any]] = {
 WITH_HEADS = [name for name in sorted(LATENT_HOST.families) if FAMILIES[name].has_heads]
 LATENTS: dict[str, Row] = {
     **{case: latent_of(case) for case in WITH_HEADS},
-    **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in NORM_SWITCHES},
-    **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in CLIPPED},
+    **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in held.NORM_SWITCHES},
+    **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in held.CLIPPED},
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
        for name in _LIKE_LLAMA if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
@@ -353,7 +336,7 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
         assert sizes[0][key] == sizes[1][key], key
     ok(convert("mla", out, tmp_path / "same", *full(source, row), "--force"))
     is_a_copy(tmp_path / "same", out)
-    more = convert("mla", tmp_path / "less", tmp_path / "more", *sized(59, 0 if row.model_type in NO_ROPE else 4))
+    more = convert("mla", tmp_path / "less", tmp_path / "more", *held.sized(59, 0 if row.model_type in NO_ROPE else 4))
     left_nothing(more, 2, "rank 59 exceeds full size", tmp_path / "more")
     refused = convert("mqa", out, tmp_path / "one")
     left_nothing(refused, 2, "has a latent and no KV heads to merge", tmp_path / "one")
@@ -366,7 +349,7 @@ ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
 
 def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
-    for name, changes in BEYOND.items():
+    for name, changes in held.BEYOND.items():
         family = FAMILIES[name].of(tiny_config(name, **changes))
         target = family.spec.latent(8, 2)
         assert all(host.refuses(family, target) for host in (DEEPSEEK, MINICPM3)), name

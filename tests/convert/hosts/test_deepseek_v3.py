@@ -15,8 +15,6 @@ from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST
 from convert.hosts.latent import rope_parameters
 
-# ---- frequencies -----------------------------------------------------------------------------------------------------
-
 
 def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
     """What goes into the config, and what the stock class makes of it."""

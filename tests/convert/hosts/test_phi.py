@@ -51,9 +51,6 @@ def test_masks_of_old_checkpoints_are_dropped_and_all_else_keeps_its_bits(
         assert not after[f"model.layers.1.self_attn.{name}.bias"].any()
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = edit(checkpoint("gptj"), pad_token_id=VOCABULARY)
     done = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")

@@ -20,9 +20,6 @@ def test_a_real_rotation_cannot_undo_turned_copies() -> None:
     assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept))) > 1e-2
 
 
-# ---- frequency folding -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("fold", [2, 4])
 def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pairing: Pairing) -> None:
@@ -32,9 +29,6 @@ def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pair
     same = dataclasses.replace(a, rotary=Rotary(equal, pairing))
     assert loss(same, factor("pca", same, Allocation(full_rank(same, kept), kept, fold))) < 1e-5
     assert loss(a, different) > 1e-2
-
-
-# ---- the published formula -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fold", [1, 2])

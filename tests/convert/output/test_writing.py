@@ -476,9 +476,6 @@ def test_an_output_around_or_inside_the_source_is_refused(out: str, tmp_path: Pa
     assert any("lie inside each other" in said for said in checked(tmp_path / out, source))
 
 
-# ---- by a command ----------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_that_fails_does_not_lose_the_conversion(
     shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,6 @@ def decided(source: Source, method: str = "weighted", **options: Any) -> Calibra
     return calibration_for(source.max_positions, skips, METHODS[method], CalibrationOptions(**options))
 
 
-# ---- options -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "flags"),
     [

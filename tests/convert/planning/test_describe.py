@@ -232,9 +232,6 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
         assert plan.as_dict()["steps"][:1] == ([] if groups == 4 else ["aligned"])
 
 
-# ---- by commands ---------------------------------------------------------------------------------------------------
-
-
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:
     planned = capacity(Source.parse(str(shelf())), "float32", 1, 10, ROOM, 0.9)["targets"]
     half = next(row for row in planned if row["kind"].startswith("MLA"))

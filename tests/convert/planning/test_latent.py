@@ -134,8 +134,6 @@ def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: 
     assert spec.qk_nope_head_dim == (12 if spec.qk_rope_head_dim == 8 else 20)
 
 
-# ---- for an engine --------------------------------------------------------------------------------------------------
-
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # caches 1,024 numbers
 
 
@@ -204,8 +202,6 @@ def test_an_engine_whose_formats_nobody_has_tried_stores_the_dtype(source: Sourc
     assert plan.cache_dtype == "float32"
     assert any(note.startswith("--cache-dtype auto is float32") for note in plan.notes)
 
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
 # A source with KV heads, or with a latent (MLA-16+8); a size; the message, with its hint.

@@ -348,9 +348,6 @@ def test_memory_that_runs_out_names_batch_and_context(pair: list[Source], monkey
     assert "--batch" in str(caught.value.hint)
 
 
-# ---- the report ----------------------------------------------------------------------------------------------------
-
-
 def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -> None:
     report = run(pair, replace(SHORT, rounds=1, steps=1))
     for entry in report["models"]:
@@ -363,9 +360,6 @@ def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -
     assert text.count("Warning: triton is too old.") == 1
     assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 2, "a row and a line"
     assert all(line.isprintable() for line in text.split("\n"))
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
