@@ -78,15 +78,6 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The directory of real checkpoints and texts beside the repository; skips where there is none."""
-    path = Path(__file__).parents[2] / "shared"
-    if not path.is_dir():
-        pytest.skip("needs the shared checkpoints beside the repository")
-    return path
-
-
-@pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny random checkpoints that tests have asked for: each is made once, and none is to be changed."""
     directory, made = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()

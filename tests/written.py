@@ -115,9 +115,9 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
     assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
 
 
-def edit(path: Path, **changes: Any) -> Path:
-    """Change the config of a checkpoint."""
-    (path / "config.json").write_text(json.dumps(read(path / "config.json") | changes))
+def edit(path: Path, name: str = "config.json", /, **changes: Any) -> Path:
+    """Change the config of a checkpoint, or another file of JSON."""
+    (path / name).write_text(json.dumps(read(path / name) | changes))
     return path
 
 
@@ -148,6 +148,15 @@ def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
     """A conversion to `out` said why it ended, and nothing is left."""
     refused(result, code, message)
     assert list(out.parent.glob(f"{out.name}*")) == []
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises it, whatever it is given."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
 
 
 def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: BaseException) -> None:

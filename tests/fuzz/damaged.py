@@ -42,7 +42,7 @@ from fuzz.mutations import bytes_changed, mutated, weights_changed
 from gguf_files import model_of, write
 from tiny import saved, tiny_config, tiny_model
 from tiny_mla import LONGROPE, SIZES
-from written import ok, stop_at
+from written import ok, raising, stop_at
 
 from attention.errors import Interrupted
 from convert.command.cli import main as convert
@@ -94,11 +94,7 @@ class Hang(BaseException):
 
 def judged(*arguments: str) -> tuple[int | None, str | None]:
     """Run a command; its exit code, and what went wrong."""
-
-    def stop(*_: object) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGALRM, raising(Hang()))
     signal.alarm(LIMIT)
     try:
         result = CliRunner().invoke(convert, arguments, color=True)  # or click takes escapes out

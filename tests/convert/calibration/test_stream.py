@@ -12,6 +12,7 @@ import torch
 from rows import rows
 from streams import WINDOWS, InMemory, blocks_of, model_of, observed, of_blocks, records_of, seen_by, stream_of
 from tiny import ROPES, tiny_model
+from written import raising
 
 from attention.errors import Failure
 from convert.calibration.stream import LayerStream
@@ -217,13 +218,9 @@ def test_one_layers_weights_are_in_memory_at_a_time_and_nothing_is_kept(tmp_path
 def test_weights_leave_memory_when_a_layer_fails(tmp_path: Path) -> None:
     stream = stream_of(model_of(), tmp_path / "spool", blocks_of())
     stream.embed()
-
-    def fail(x: torch.Tensor) -> None:
-        raise Failure("seen enough")
-
     for step in (stream.observe, stream.advance):
         with pytest.raises(Failure):
-            step(0, fail)
+            step(0, raising(Failure("seen enough")))
         assert unloaded(stream)
         assert not stream._model.get_submodule("model.layers.0.self_attn")._forward_pre_hooks
     assert stream.ready == {0}, "its inputs stay"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from latents import SMALL
 from rows import REPRESENTATIVES, rows
 from safetensors.torch import load_file
 from tiny import SWITCHES, VOCABULARY, tiny_config, tiny_model
@@ -212,11 +213,6 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
 # ---- checkpoints that would not load whole ---------------------------------------------------------------------------
 
 MLP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
-TARGETS: dict[str, list[Any]] = {
-    "gqa": ["--groups", 2],
-    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
-    "copy": ["--groups", 4, "--force"],
-}
 
 
 def reshaped(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], Any]:
@@ -269,14 +265,15 @@ def test_what_would_not_load_whole_is_refused(case: str, checkpoint: Make) -> No
     assert "\n" not in str(failed.value)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [("gqa", "--groups", 2), ("mla", *SMALL), ("gqa", "--groups", 4, "--force")], ids=str)
 def test_it_is_refused_before_any_work(
-    target: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, _, message = BROKEN["an MLP tensor is missing"]
     source = damage(checkpoint(tie_word_embeddings=False), change)
     monkeypatch.setattr("convert.converting.writing", lambda *_: pytest.fail("the work has begun"))
-    result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
+    command, *options = target
+    result = convert(command, source, tmp_path / "out", *options)
     left_nothing(result, 1, message, tmp_path / "out")
     assert len(result.stderr.splitlines()) == 2, "an error and a hint"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from written import TENSORS
+from written import TENSORS, raising
 
 from attention.errors import Failure
 from convert.checkpoint import writer as checkpoint
@@ -125,10 +125,7 @@ def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tupl
 
 
 def test_a_disk_that_fails_to_sync_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
     for attempt in (lambda: write(tmp_path / "m.safetensors", TENSORS), lambda: write_whole(tmp_path / "m", b"")):
         with pytest.raises(OSError, match="Input/output error"):
             attempt()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from written import Make, same_but_for_the_run, weights
+from written import Make, raising, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import gqa, heal, mla, mqa, sweep
@@ -104,10 +104,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_bytes(
     at: str, given: tuple[Path, dict[str, Any]], whole: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source, options), out = given, tmp_path / "out"
-    write_files, step = closing.write_files, HealingTrainer.compute_loss
-
-    def stop(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
+    write_files, step, stop = closing.write_files, HealingTrainer.compute_loss, raising(KeyboardInterrupt())
 
     def files(*arguments: Any) -> Iterator[tuple[str, str]]:
         for number, one in enumerate(write_files(*arguments)):
@@ -139,12 +136,8 @@ def test_a_result_that_does_not_train_can_be_published_as_it_is(
     given: tuple[Path, dict[str, Any]], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, options = given
-
-    def failing(*_: Any) -> Any:
-        raise Failure("the loss is nan")
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train", failing)
+        patch.setattr(loop, "train", raising(Failure("the loss is nan")))
         with pytest.raises(Failure, match="the conversion is done, its healing failed: the loss is nan") as failure:
             mqa(source, tmp_path / "out", **options)
     assert "--resume and --heal 0" in str(failure.value.hint)

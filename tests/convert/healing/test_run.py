@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, integrations
 from transformers.integrations import integration_utils
-from written import Convert, Logits, constants_stay, edit, refused, same_but_for_the_run, weights
+from written import Convert, Logits, constants_stay, edit, raising, refused, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted
 from attention.models import AUTO_MAP, CODE
@@ -123,12 +123,9 @@ def test_a_run_that_is_stopped_again_and_again_gives_the_same_bytes(
     stopping(monkeypatch, 3, Failure("something else"))
     with pytest.raises(Failure, match="something else"):
         heal(converted, out, resume=True, **given)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
-
+    full = RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(torch, "save", raising(full))
         with pytest.raises(Failure, match=r"stopped: cannot write .*file write failed") as error:
             heal(converted, out, resume=True, **given)
     assert "--resume" in str(error.value.hint)
@@ -228,12 +225,8 @@ def test_what_gains_nothing_stays_bit_for_bit_and_is_not_trained_again(
 ) -> None:
     monkeypatch.setattr("convert.healing.trainer.share", lambda step, steps: -share(step, steps))  # up every gradient
     given = {"text": text} | sizes | {"eval_every": 64}
-
-    def failing(*_: Any, **__: Any) -> None:
-        raise Failure("no evaluation today")
-
     with monkeypatch.context() as patched:
-        patched.setattr("convert.output.evaluation.report_of", failing)
+        patched.setattr("convert.output.evaluation.report_of", raising(Failure("no evaluation today")))
         with pytest.raises(Failure, match="the healing is done, its evaluation failed"):
             heal(results("mla"), tmp_path / "out", evaluate=text, **given)
     stopping(monkeypatch, 5, AssertionError("it trains on"))

@@ -140,8 +140,3 @@ def test_infinity_is_read_as_transformers_writes_it(read: Read) -> None:
     text = AutoConfig.for_model("mamba2").to_json_string(use_diff=False)
     assert '"__float__": "Infinity"' in text
     assert read(text).time_step_limit[1] == math.inf
-
-
-def test_real_checkpoints_are_accepted(shared: Path) -> None:
-    for path in sorted((shared / "checkpoints").glob("*/config.json")):
-        assert Source.parse(str(path.parent)).config.num_hidden_layers

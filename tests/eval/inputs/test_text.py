@@ -14,6 +14,7 @@ import torch
 from tiny import save_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
+from written import raising
 
 from attention.errors import Failure, Refusal
 from eval.inputs.text import Text, Tokens, load_dataset, read_file, tokenize
@@ -107,14 +108,11 @@ def test_a_dataset_is_joined_as_papers_join_it(monkeypatch: pytest.MonkeyPatch) 
         asked.append((repository, configuration, split))
         return {"text": ["", " = Title = \n", "Line"]}
 
-    def fail(*arguments: str, **options: str) -> None:
-        raise ConnectionError("no route\n  to host")
-
     module.load_dataset = read  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert load_dataset("wikitext") == Text("wikitext (wikitext-2-raw-v1, test)", "\n\n = Title = \n\n\nLine")
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
-    module.load_dataset = fail  # type: ignore[attr-defined]
+    module.load_dataset = raising(ConnectionError("no route\n  to host"))  # type: ignore[attr-defined]
     with pytest.raises(Failure, match="cannot load the dataset Salesforce/wikitext: no route to host") as caught:
         load_dataset("wikitext")
     assert "--text FILE" in str(caught.value.hint)

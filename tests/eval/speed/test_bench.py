@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, mla_model
-from written import Make
+from written import Make, raising
 
 from attention import absorb
 from attention.errors import Failure, Refusal
@@ -339,10 +339,8 @@ def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source],
 
 
 def test_memory_that_runs_out_names_batch_and_context(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: Workload) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
-
-    monkeypatch.setattr(Workload, "step", step)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
+    monkeypatch.setattr(Workload, "step", raising(full))
     with pytest.raises(Failure, match=r"for source at batch 2 × context 16 in float32: CUDA out .* 7 GiB$") as caught:
         run(pair, replace(SHORT, batches=(2,)))
     assert "--batch" in str(caught.value.hint)
