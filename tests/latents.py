@@ -61,7 +61,3 @@ def logits_of(path: Path, ids: torch.Tensor, dtype: torch.dtype = torch.float32)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(ids).logits
-
-
-def tokens(length: int, batch: int = 2) -> torch.Tensor:
-    return torch.randint(4, 96, (batch, length), generator=torch.Generator().manual_seed(1))

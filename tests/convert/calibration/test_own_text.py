@@ -55,14 +55,14 @@ def without_tokenizer(path: Path) -> Path:
     return path
 
 
-def ending_with_bos(path: Path) -> Path:
-    """As GPT-2's tokenizer, which puts nothing before a text."""
-    return edit(path, CONFIG, eos_token="<s>")
-
-
 @pytest.mark.parametrize(
     ("change", "starts"),
-    [(beginning_with_bos, {1}), (ending_with_bos, {1}), (without_tokenizer, {7}), (lambda path: path, None)],
+    [
+        (beginning_with_bos, {1}),
+        (lambda path: edit(path, CONFIG, eos_token="<s>"), {1}),  # as GPT-2's, which puts nothing before a text
+        (without_tokenizer, {7}),
+        (lambda path: path, None),
+    ],
     ids=["BOS before texts", "BOS between texts", "no tokenizer", "any token: a chat model's BOS may open turns alone"],
 )
 def test_rows_begin_as_texts_do_and_are_the_same_for_a_seed(

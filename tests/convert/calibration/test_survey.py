@@ -12,7 +12,8 @@ import pytest
 import torch
 from records import inputs, measured
 from records import record as random_record
-from streams import WINDOWS, InMemory, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
+from streams import WINDOWS, InMemory, model_of, of_blocks, records_of, seen_by, stream_of
+from tiny_mla import tokens
 
 from attention.errors import Failure
 from attention.record import Attention
@@ -125,7 +126,7 @@ def test_statistics_are_the_moments_of_what_layers_see(
     model_type: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 48)  # 7 blocks as 4 and 3
-    model, blocks = model_of(model_type, **changes), blocks_of()
+    model, blocks = model_of(model_type, **changes), tokens(7, 12)
     weights = model.state_dict()
 
     def read(name: str) -> torch.Tensor:
@@ -179,7 +180,7 @@ def test_what_is_not_finite_fails_with_its_layer(value: float, scale: float, wha
 
 
 def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     with torch.no_grad():
         model.model.embed_tokens.weight[int(blocks[0, 0])] = 0
         typical = 1 / float(model.model.embed_tokens(blocks).double().square().sum(-1).median())
@@ -192,7 +193,7 @@ STEPS = ["embed", "advance 0", "put 0", "advance 1", "put 1", "put 2"]
 
 @pytest.mark.parametrize(("cut", "after"), [("embed", True), ("advance 1", False), ("advance 1", True), ("put 1", True)])
 def test_a_survey_goes_on_from_any_step(cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, blocks, steps, armed = model_of(), blocks_of(), [], [True]
+    model, blocks, steps, armed = model_of(), tokens(7, 12), [], [True]
     directories = [tmp_path / "whole", tmp_path / "cut"]
     for directory in directories:
         directory.mkdir()
@@ -226,7 +227,7 @@ def test_a_survey_goes_on_from_any_step(cut: str, after: bool, tmp_path: Path, m
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     known = run_survey(model, tmp_path, blocks)
     (tmp_path / "source-00001.safetensors").unlink()
     before = (tmp_path / "source-00000.safetensors").read_bytes()
