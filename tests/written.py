@@ -38,7 +38,7 @@ TENSORS = {  # of several dtypes and shapes, as files hold them
     "b.weight": torch.randn(5).to(torch.bfloat16),
     "c.flags": torch.tensor([True, False, True]),
     "d.ids": torch.arange(7),
-    "e.scalar": torch.tensor(2.5),
+    "e.scalar": torch.tensor(2.5, dtype=torch.float64),
     "f.empty": torch.empty(0, 3),
 }
 
@@ -129,6 +129,12 @@ def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pa
     return source
 
 
+def without_tokenizer(source: Path) -> Path:
+    for file in source.glob("*token*"):
+        file.unlink()
+    return source
+
+
 def layer_notes(path: Path) -> list[dict[str, Any]]:
     """What conversion.json says of each layer."""
     found = list(read(path / "conversion.json")["layers"])
@@ -154,7 +160,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     """A function that raises it, whatever it is given."""
 
     def raises(*_: Any, **__: Any) -> Any:
-        raise error
+        raise error.with_traceback(None)
 
     return raises
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config, tiny_model
-from written import Make, edit
+from written import Make, edit, without_tokenizer
 
 from attention.errors import Failure
 from convert.calibration import own_text as writing
@@ -47,12 +47,6 @@ def always(model: Any, *tokens: int) -> None:
     head.weight.data.zero_()
     head.bias = torch.nn.Parameter(torch.full((head.weight.shape[0],), -1e4))
     head.bias.data[list(tokens)] = 0.0
-
-
-def without_tokenizer(path: Path) -> Path:
-    for file in path.glob("*token*"):
-        file.unlink()
-    return path
 
 
 @pytest.mark.parametrize(

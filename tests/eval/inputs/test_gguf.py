@@ -15,7 +15,7 @@ from gguf_files import ARCHITECTURES, model_of, write
 from safetensors import SafetensorError
 from tiny import save_tokenizer
 from transformers import PreTrainedModel
-from written import Convert, ok, raising, refused
+from written import Convert, ok, refused
 
 from attention.errors import Failure, Refusal
 from eval.inputs.loading import load
@@ -220,8 +220,10 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused(keys: dict[str, int
 
 
 def test_a_disk_that_fills_up_is_named_and_left_empty(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", raising(full))
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     with pytest.raises(Failure, match="No space left on device"):
         _ = Source.parse(str(write(tmp_path / "model.gguf", model_of("llama")))).files
     gc.collect()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import VOCABULARY
 from transformers import AutoModelForCausalLM
-from written import Make, damage, edit
+from written import Make, damage, edit, without_tokenizer
 
 from attention.errors import Failure, KvfoldError, Refusal
 from eval.inputs.loading import load, tokens_of
@@ -193,8 +193,7 @@ def test_files_that_lack_or_are_damaged_fail_with_their_model(pair: list[Source]
     forget_weights(pair[1])
     with pytest.raises(Failure, match=f"cannot load {pair[1].reference}: "):
         report_of(pair, TEXT, SHORT)
-    for file in pair[0].files.glob("tokenizer*"):
-        file.unlink()
+    without_tokenizer(pair[0].files)
     with pytest.raises(Failure, match=f"cannot load the tokenizer of {pair[0].reference}: "):
         report_of(pair, TEXT, SHORT)
     few = Source.parse(str(checkpoint(vocab_size=50)))
