@@ -34,3 +34,13 @@ def decodes_alike(model: Any, ids: torch.Tensor, static: bool = True, count: int
         if static:
             assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
     return whole
+
+
+def reads_its_cache(model: Any, close: float = 1e-4) -> int:
+    """A token over the cache of those before it has the logits that it has with them; how many KV heads the cache has."""
+    ids = torch.randint(4, 89, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        last, whole = model(ids[:, -1:], past_key_values=cache).logits, model(ids).logits
+    torch.testing.assert_close(last[:, -1], whole[:, -1], rtol=close, atol=close)
+    return int(cache.layers[-1].keys.shape[1])

@@ -22,6 +22,7 @@ import transformers
 from click.testing import CliRunner, Result
 from packaging.version import Version
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 from written import RESULTS, Find, Finished, characters, ok
 
 from attention.models import register
@@ -77,15 +78,6 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The directory of real checkpoints and texts beside the repository; skips where there is none."""
-    path = Path(__file__).parents[2] / "shared"
-    if not path.is_dir():
-        pytest.skip("needs the shared checkpoints beside the repository")
-    return path
-
-
-@pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny random checkpoints that tests have asked for: each is made once, and none is to be changed."""
     directory, made = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
@@ -128,14 +120,25 @@ def logits() -> Callable[..., torch.Tensor]:
     """Logits of a checkpoint on fixed tokens, fp32."""
 
     def run(path: Path | str) -> torch.Tensor:
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         ids = torch.randint(4, model.config.get_text_config().vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             return model(ids).logits
 
     return run
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories from which models are loaded, in order."""
+    seen, load = list[str](), AutoModelForCausalLM.from_pretrained
+
+    def counted(path: Path, **options: object) -> object:
+        seen.append(str(path))
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    return seen
 
 
 @pytest.fixture

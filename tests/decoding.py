@@ -5,6 +5,7 @@ Kernels run in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)
 
 
 def spelled_out(*call: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """One head of one sequence at a time, over the tokens it sees and no others, in fp64; zero where it sees none.
+    """One head of one query at a time, over the tokens it sees and no others, in fp64; zero where it sees none.
 
     Of queries, keys and values `[B, G, S, D]`, or of both parts of queries, a latent and its RoPE key `[B, S, R]`.
     """
@@ -70,17 +71,17 @@ def spelled_out(*call: torch.Tensor, mask: torch.Tensor | None = None) -> torch.
         call = torch.cat((q_latent, q_rope), -1), torch.cat((latent, k_rope), -1)[:, None], latent[:, None]
     q, k, v = call
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
-    for b in range(len(q)):
-        row = None if mask is None else mask.expand(len(q), -1, -1, -1)[b, 0, 0]
+    for b, t in itertools.product(range(len(q)), range(q.shape[2])):
+        row = None if mask is None else mask.expand(len(q), -1, -1, -1)[b, 0, t]
         seen = torch.arange(k.shape[2], device=q.device)
         if row is not None:
             seen = (row if row.dtype == torch.bool else row > -torch.inf).nonzero()[:, 0]
         for h in range(q.shape[1]) if len(seen) else ():
             group = h // (q.shape[1] // k.shape[1])
-            scores = SCALE * (k[b, group, seen].double() @ q[b, h, 0].double())
+            scores = SCALE * (k[b, group, seen].double() @ q[b, h, t].double())
             if row is not None and row.dtype != torch.bool:
                 scores = scores + row[seen].double()
-            out[b, h, 0] = scores.softmax(0) @ v[b, group, seen].double()
+            out[b, h, t] = scores.softmax(0) @ v[b, group, seen].double()
     return out
 
 

@@ -18,7 +18,6 @@ PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 
 
 def rotary_dims(a: Attention) -> int:
-    assert a.rotary is not None
     return a.rotary.dims
 
 
@@ -42,8 +41,6 @@ def energies(a: Attention) -> torch.Tensor:
 
 def turned_copies(a: Attention) -> Attention:
     """Every KV head's key is the first one's, each frequency rotated by an angle and scaled by a factor of its own."""
-    assert a.rotary is not None
-    assert a.k_bias is not None
     numbers, bias = a.rotary.to_complex(a.k)[0], a.rotary.to_complex(a.k_bias)[0]
     rotation = torch.complex(*random(2, a.num_kv_heads, numbers.shape[1], seed=3))
     k = a.rotary.from_complex(rotation[..., None] * numbers[:1])

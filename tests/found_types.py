@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny import VOCABULARY
+import tiny
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from convert.families import reading
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": VOCABULARY - 1, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "n_shared_experts": 1, "moe_topk": 2,
+SIZES: dict[str, Any] = tiny.SIZES | {
+    "num_hidden_layers": 4, "pad_token_id": tiny.VOCABULARY - 1, "moe_intermediate_size": 16, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "moe_topk": 2,
 }  # fmt: skip
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from tiny import ROPES
+from transformers import AutoModelForCausalLM
 
 from attention.models import MODEL_TYPE
 from attention.versions import keep_caps
@@ -55,14 +57,13 @@ class Row(NamedTuple):
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-DYNAMIC = DEFAULT | {"rope_type": "dynamic", "factor": 4.0}
 # What no stock class of latent attention can hold, of families that one can hold otherwise.
 BEYOND: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True, "attention_bias": True},
     "mistral": {"sliding_window": 7},
     "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
     "ernie4_5": {"use_bias": True, "mlp_bias": True},
-    "gemma": {"rope_parameters": DYNAMIC},
+    "gemma": {"rope_parameters": ROPES["dynamic"]},
     "helium": {"mlp_bias": True},
     **dict.fromkeys(("cohere2", "exaone4", "gemma3_text"), MIXED),
     "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 0.5},
@@ -135,12 +136,9 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def stock(path: Path, **arguments: Any) -> Any:
     """The class as transformers loads it, not absorbed."""
-    from transformers import AutoModelForCausalLM
-
     return keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)).eval()
 
 
 def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
+        return model(ids).logits

@@ -60,7 +60,6 @@ def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
     many = repeated(a, times)
     wide = {field.name: getattr(many, field.name) for field in dataclasses.fields(many)}
     many = dataclasses.replace(many, **{name: t.double() for name, t in wide.items() if isinstance(t, torch.Tensor)})
-    assert a.rotary is not None
     share, dims = many.q.shape[0] // many.k.shape[0], a.rotary.dims
     nope = many.k.shape[1] - dims
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from convert.methods import load_grouped, load_latent
@@ -14,6 +15,8 @@ from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
+# `source("llama", num_attention_heads=4)`, a fixture of planning/conftest.py.
+Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None))  # which nobody reads
 
 

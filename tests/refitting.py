@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from hypothesis import given
@@ -12,7 +11,7 @@ from records import block_of, blocks_of, inputs, measured, record
 
 from attention.forward import Heads, Jacobian, heads_of
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration import keys, values
+from convert.calibration import keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
@@ -70,9 +69,3 @@ def met(source: Heads, result: Heads, head: int) -> torch.Tensor:
 
 def changed(one: Record, other: Record) -> set[str]:
     return {f.name for f in dataclasses.fields(one) if getattr(one, f.name) is not getattr(other, f.name)}
-
-
-def in_full(put: Callable[..., object] = setattr) -> None:
-    """Let fits multiply in fp32, whatever the machine does faster."""
-    for part in (keys, values):
-        put(part, "rough", lambda device: torch.float32)

@@ -21,10 +21,6 @@ CPU = torch.device("cpu")
 WINDOWS = {"sliding_window": 5}
 
 
-def blocks_of(count: int = 7, length: int = 12) -> torch.Tensor:
-    return torch.randint(4, 96, (count, length), generator=torch.Generator().manual_seed(1))
-
-
 def model_of(model_type: str = "llama", **changes: Any) -> Any:
     return tiny_model(tiny_config(model_type, **changes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
@@ -44,7 +40,6 @@ def table(said: str) -> list[list[str]]:
 
 
 def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark = script("convert_layers")
     monkeypatch.setattr(benchmark, "CONTEXT", 32)
     rows = dict(benchmark.layer_cost(benchmark.Sizes(256, 2, context=32, rank=64, rope=32), "cpu", 1))

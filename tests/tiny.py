@@ -15,13 +15,25 @@ if TYPE_CHECKING:
 
 # As in published models: far more tokens than a text has, of no round number, and more than the tokenizer has.
 VOCABULARY, TOKENS = 331, 96
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": True,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16}  # fmt: skip
+# RoPE of each type, for heads of 8 dims.
+ROPES: dict[str, dict[str, Any]] = {
+    kind: {"rope_type": kind, "rope_theta": 1e4} | parameters for kind, parameters in {
+        "default": {"rope_theta": 5000.0},
+        "linear": {"factor": 4.0},
+        "dynamic": {"factor": 4.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+        "longrope": {"factor": 4.0, "original_max_position_embeddings": 32, "short_factor": [1.0, 1.1, 1.3, 1.7],
+                     "long_factor": [2.0, 3.0, 5.0, 7.0]},
+    }.items()
+}  # fmt: skip
 # As kvfold writes latent attention: biases, dense layers alone, and a norm that constants switch off (`neutralise`).
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
@@ -57,7 +69,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
     from convert.families import FAMILIES
 
-    values = _SIZES | changes
+    values = SIZES | changes
     padding = 1 if model_type == "xglm" else values["vocab_size"] - 1  # xglm has a position for it
     values = {"pad_token_id": padding} | values
     if "moe" in model_type or model_type == "mixtral":
@@ -220,6 +232,13 @@ def save_tokenizer(path: Path, vocabulary: int = TOKENS) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     ).save_pretrained(path)
+
+
+def saved(model: Any, path: Path) -> Path:
+    """A checkpoint, with a tokenizer."""
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    return path
 
 
 def sentencepiece_style(corpus: list[str]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tiny import LATENT, carry_query_biases, neutralise, random_model, tiny_config
+from transformers import StaticCache
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 16, 8, 12, 10
 SIZES: dict[str, Any] = LATENT | {
@@ -45,6 +46,11 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(4, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def padding(lengths: list[int]) -> torch.Tensor:
+    """Left padding of rows of these many tokens."""
+    return (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+
+
 @torch.no_grad()
 def logits(
     model: Any,
@@ -68,6 +74,18 @@ def logits(
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative root mean square."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@torch.no_grad()
+def compiles_whole(model: Any, ids: torch.Tensor, backend: str) -> None:
+    """Its last two steps over a static cache, in one graph, give what they give without."""
+    torch._dynamo.reset()
+    steps = []
+    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(ids[:, :-2], past_key_values=cache)
+        steps.append(torch.cat([run(one, past_key_values=cache).logits for one in ids[:, -2:].split(1, 1)], 1))
+    assert error(steps[1], steps[0]) < 1e-6
 
 
 def checkpoint_activations(model: Any) -> None:

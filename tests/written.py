@@ -38,7 +38,7 @@ TENSORS = {  # of several dtypes and shapes, as files hold them
     "b.weight": torch.randn(5).to(torch.bfloat16),
     "c.flags": torch.tensor([True, False, True]),
     "d.ids": torch.arange(7),
-    "e.scalar": torch.tensor(2.5),
+    "e.scalar": torch.tensor(2.5, dtype=torch.float64),
     "f.empty": torch.empty(0, 3),
 }
 
@@ -96,6 +96,13 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_a_copy(after: Path, before: Path) -> None:
+    """Every tensor is the same, bit for bit."""
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
 def same_but_for_the_run(a: Path, b: Path) -> None:
     names, others = (sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) for path in (a, b))
     assert names == others
@@ -108,20 +115,10 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
     assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
 
 
-def edit(path: Path, **changes: Any) -> Path:
-    """Change the config of a checkpoint."""
-    (path / "config.json").write_text(json.dumps(read(path / "config.json") | changes))
+def edit(path: Path, name: str = "config.json", /, **changes: Any) -> Path:
+    """Change the config of a checkpoint, or another file of JSON."""
+    (path / name).write_text(json.dumps(read(path / name) | changes))
     return path
-
-
-def silence(source: Path, layer: int) -> Path:
-    """A model of which one layer adds nothing, as after pruning."""
-
-    def prune(tensors: dict[str, torch.Tensor]) -> None:
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            tensors[f"model.layers.{layer}.{name}.weight"].zero_()
-
-    return damage(source, prune)
 
 
 def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
@@ -129,6 +126,12 @@ def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pa
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+def without_tokenizer(source: Path) -> Path:
+    for file in source.glob("*token*"):
+        file.unlink()
     return source
 
 
@@ -151,6 +154,15 @@ def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
     """A conversion to `out` said why it ended, and nothing is left."""
     refused(result, code, message)
     assert list(out.parent.glob(f"{out.name}*")) == []
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises it, whatever it is given."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return raises
 
 
 def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: BaseException) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import random_model, tiny_config, tiny_model
 from tiny_mla import logits, mla_model, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, OpenAIGPTConfig, RecurrentGemmaConfig, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attention import absorb, pack, restore
@@ -288,8 +288,6 @@ def test_an_empty_cache_of_the_caller_is_the_one_that_is_filled() -> None:
 
 
 def test_models_that_keep_something_else_are_refused() -> None:
-    from transformers import AutoModelForCausalLM, OpenAIGPTConfig, RecurrentGemmaConfig
-
     small = {"vocab_size": 99, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
     for config in (
         OpenAIGPTConfig(vocab_size=99, n_embd=32, n_head=4, n_layer=2),
@@ -326,8 +324,7 @@ def test_a_cache_may_be_trained_through() -> None:
 
 def through(model: Any, ids: torch.Tensor, form: str) -> torch.Tensor:
     cache = rounding_cache(format_named(form), AttentionSpec.from_config(model.config))
-    found: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
-    return found
+    return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @pytest.mark.parametrize(("kind", "form"), [("heads", "int4"), ("heads", "fp8"), ("latent", "int2"), ("latent", "mixed")])

@@ -9,14 +9,7 @@ import torch
 from records import block_of, blocks_of, factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
-from attention.forward import (
-    Block,
-    attention_output,
-    attention_received,
-    heads_of,
-    output_error,
-    values_of,
-)
+from attention.forward import Block, attention_output, attention_received, heads_of, output_error, values_of
 from attention.qk_norm import QKNorm
 from attention.record import Attention, Record
 from attention.rope import Rotary
@@ -150,7 +143,6 @@ def test_attention_is_summed_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_is_summed_by_distance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", 4)
     a, skipping = RECORDS[case], (0, 1, 2, 5, 6, 7, 8, 29, 30)
-    assert isinstance(a, Attention)
     blocks = [*blocks_of(inputs(20, tokens=9, blocks=2)), Block(inputs(20, tokens=9, blocks=1)[0], skipping)]
     found, expected = attention_by_distance(a, blocks), torch.zeros(len(a.q), 31, dtype=torch.float64)
     for block in blocks:

@@ -14,14 +14,8 @@ from accelerate import cpu_offload
 from decoding import INTERPRETER, Sizes, on_gpu
 from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
-from tiny_mla import error, logits, mla_model, tokens
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    ContinuousBatchingConfig,
-    StaticCache,
-)
+from tiny_mla import error, logits, mla_model, padding, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ContinuousBatchingConfig, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -41,11 +35,6 @@ def grouped_model(model_type: str = "llama", **changes: Any) -> Any:
     return model
 
 
-def padding(batch: int, length: int) -> torch.Tensor:
-    """Ones, and zeros for left padding in all sequences but the first."""
-    return (torch.arange(length) >= torch.arange(batch)[:, None]).long()
-
-
 WITHOUT_SDPA = ("gemma2", "vaultgemma")  # whose scores are capped
 LATENT = [name for name, family in FAMILIES.items() if "latent" in family.layout]  # absorbed, not packed
 SHARING = rows([name for name, family in FAMILIES.items() if family.shares_heads and name not in (*WITHOUT_SDPA, *LATENT)])
@@ -54,7 +43,7 @@ SHARING = rows([name for name, family in FAMILIES.items() if family.shares_heads
 @pytest.mark.parametrize("model_type", SHARING)
 def test_packed_families_compute_what_stock_computes(model_type: str) -> None:
     model = grouped_model(model_type)
-    ids, mask = tokens(3, 13), padding(3, 13)
+    ids, mask = tokens(3, 13), padding([13, 12, 11])
     expected, padded = logits(model, ids), logits(model, ids, mask)
     with attention.kernels.watched() as seen:
         assert error(logits(pack(model), ids), expected) < 1e-5
@@ -78,13 +67,12 @@ on_cpus = pytest.mark.skipif(not INTERPRETER, reason="on a CPU by the interprete
 )
 def test_a_model_generates_the_same_tokens(backend: Any, cache: str, way: dict[str, Any]) -> None:
     """Left padding, over a cache that grows and one that does not."""
-    model, ids, mask = grouped_model(head_dim=16, num_hidden_layers=1, num_key_value_heads=2), tokens(2, 9), padding(2, 9)
+    model, ids, mask = grouped_model(head_dim=16, num_hidden_layers=1, num_key_value_heads=2), tokens(2, 9), padding([9, 8])
 
     def generated(model: Any) -> torch.Tensor:
         torch.manual_seed(0)
         options = {"max_new_tokens": 3, "disable_compile": True, "cache_implementation": cache}
-        found: torch.Tensor = model.generate(ids, attention_mask=mask, **options, **way)
-        return found
+        return model.generate(ids, attention_mask=mask, **options, **way)
 
     expected = generated(model)
     with attention.kernels.watched() as seen:
@@ -211,14 +199,6 @@ def test_a_backend_by_name_is_not_passed_over(name: str) -> None:
     tensors, mask, options, _ = CALLS[name]
     with pytest.raises(Refusal, match=r"the torch backend cannot decode here: it (does not support|takes)"):
         grouped_attention(sharing(3, "torch"), *tensors, mask, **options)
-
-
-def test_a_backend_by_name_serves_or_refuses() -> None:
-    model, ids = pack(grouped_model(head_dim=8), backend="triton"), tokens(1, 6)
-    with pytest.raises(
-        Refusal, match="the triton backend cannot decode here: it takes heads whose values are a multiple of 16"
-    ):
-        logits(model, ids, chunks=[5])
 
 
 # What changes, and what does not

@@ -7,12 +7,14 @@ from itertools import product
 from typing import Any
 
 import pytest
+import tiny_mla
 import torch
+from decoding import SCALE, spelled_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import rows
 from tiny import tiny_config, tiny_model
-from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, checkpoint_activations, error, logits, mla_model, tokens
+from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, error, logits, mla_model, padding, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
@@ -40,11 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm, half-split": {"neutral": (), "rope_interleave": False},
     "norm, minicpm3, which ignores rope_interleave": {"neutral": (), "model_type": "minicpm3", "rope_interleave": True},
 }
-
-
-def padding(lengths: list[int]) -> torch.Tensor:
-    """Left padding of rows of these many tokens."""
-    return (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
 
 
 CHUNKS = {"prefill": (10,), "chunked prefill": (7, 5, 3), "no decoding": (LENGTH,)}
@@ -86,10 +83,8 @@ def test_an_attention_function_finds_the_config_that_it_knows() -> None:
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
-    lengths = [12, 7, 9]
     options = {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
-    out: torch.Tensor = model.generate(tokens(3, 12), attention_mask=padding(lengths), **options)
-    return out
+    return model.generate(tokens(3, 12), attention_mask=padding([12, 7, 9]), **options)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +123,13 @@ def test_half_precision_is_as_close_to_fp32_as_stock(dtype: torch.dtype, close: 
     rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("aot_eager", "sdpa")]),
 )
 def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attention: str) -> None:
-    torch._dynamo.reset()
-    model, ids = absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12)
-    steps = []
-    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.no_grad():
-            model(ids[:, :10], past_key_values=cache)
-            steps.append(torch.cat([run(ids[:, t : t + 1], past_key_values=cache).logits for t in (10, 11)], 1))
-    assert error(steps[1], steps[0]) < 1e-6
+    tiny_mla.compiles_whole(absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12), backend)
 
 
 def gradients(model: Any, checkpointing: bool = False, cache: Any = None) -> dict[str, torch.Tensor]:
     model.zero_grad()
     if checkpointing:
-        checkpoint_activations(model)
+        tiny_mla.checkpoint_activations(model)
     ids = tokens(2, 12)
     model(ids, labels=ids, past_key_values=cache, use_cache=cache is not None).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -221,10 +208,8 @@ def test_eager_gives_the_probabilities_of_stock() -> None:
             found.append(change(model)(ids, attention_mask=mask, output_attentions=True).attentions)
     for stock, ours in zip(*found, strict=True):
         assert stock.shape == ours.shape == (2, HEADS, 12, 12)
-        assert (
-            error(ours[mask.bool()[:, None, :, None].expand_as(ours)], stock[mask.bool()[:, None, :, None].expand_as(stock)])
-            < 1e-5
-        )
+        seen = mask.bool()[:, None, :, None].expand_as(ours)
+        assert error(ours[seen], stock[seen]) < 1e-5
     model.set_attn_implementation("sdpa")
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, 1, 64)
@@ -297,45 +282,30 @@ def test_what_comes_later_is_not_passed_over(change: Callable[[Any], None]) -> N
     assert error(again, expected) < 1e-5
 
 
-def naive(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k: torch.Tensor, up_k: torch.Tensor, up_v: torch.Tensor,
-    mask: torch.Tensor, scaling: float,
-) -> torch.Tensor:  # fmt: skip
-    """Keys and values of every head, spelled out."""
-    keys, values = (torch.einsum("bsr,hdr->bhsd", c, up) for up in (up_k, up_v))
-    scores = torch.einsum("bhtd,bhsd->bhts", q_nope, keys) + torch.einsum("bhtd,bsd->bhts", q_rope, k)
-    probabilities = (scores * scaling).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0)
-    return torch.einsum("bhts,bhsd->bhtd", probabilities, values)
-
-
 size = st.integers(1, 6)
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    sizes=st.tuples(st.integers(1, 3), size, st.integers(1, 20), size, size, size, size, size),
+    sizes=st.tuples(st.integers(1, 3), size, st.integers(1, 20), size, size, size),
     kind=st.sampled_from(["none", "bool", "additive", "additive infinite"]),
     seed=st.integers(0, 999),
 )
-def test_decoding_is_attention_over_expanded_keys_and_values(sizes: tuple[int, ...], kind: str, seed: int) -> None:
-    batch, queries, cached, heads, rank, rope, nope, value = sizes
+def test_decoding_is_attention_spelled_out(sizes: tuple[int, ...], kind: str, seed: int) -> None:
+    batch, queries, cached, heads, rank, rope = sizes
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    q_nope, q_rope = random(batch, heads, queries, nope), random(batch, heads, queries, rope)
-    c, k = random(batch, cached, rank), random(batch, cached, rope)
-    up_k, up_v = random(heads, nope, rank), random(heads, value, rank)
+    shapes = (batch, heads, queries, rank), (batch, heads, queries, rope), (batch, cached, rank), (batch, cached, rope)
+    call = [random(*shape) for shape in shapes]
     seen = random(batch, 1, queries, cached) > 0 if kind != "none" else torch.ones(batch, 1, queries, cached).bool()
     if kind == "additive":
         seen[..., 0] = True  # added to a whole row, a finite number hides nothing
     least = -torch.inf if kind == "additive infinite" else torch.finfo(torch.float64).min
     mask = {"none": None, "bool": seen}.get(kind, torch.zeros(seen.shape).double().masked_fill(~seen, least))
-    q_latent = torch.einsum("bhtd,hdr->bhtr", q_nope, up_k)
-    o_latent = decode(q_latent, q_rope, c, k, mask, 0.37)
-    found = torch.einsum("bhtr,hdr->bhtd", o_latent, up_v)
-    torch.testing.assert_close(found, naive(q_nope, q_rope, c, k, up_k, up_v, seen, 0.37), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(decode(*call, mask, SCALE), spelled_out(*call, mask=seen), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -350,7 +320,6 @@ def test_scores_in_half_precision_are_not_rounded(dtype: torch.dtype) -> None:
 
 def test_padding_of_flash_attention() -> None:
     found = dense_mask(torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), torch.empty(2, 7, RANK))
-    assert found is not None
     assert found[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
     with pytest.raises(Refusal, match="a padding mask of 8 tokens to a cache of 7"):
         dense_mask(torch.ones(2, 8), torch.empty(2, 7, RANK))
@@ -373,9 +342,6 @@ def test_masks_of_one_step_absorb_and_others_are_the_classs() -> None:
     stepwise = read([8, 1], causal[..., :8, :8], mask)
     assert error(stepwise[mask.bool()], whole[mask.bool()]) < 1e-6
     block = create_block_mask(lambda b, h, q, kv: mask[b, kv] > 0, 2, None, 1, 9, device="cpu")
-    assert [can_absorb(module, *call, {}) for call in ((1, 9, mask), (8, 8, mask[:, :8]), (1, 9, block))] == [
-        True,
-        False,
-        False,
-    ]
+    calls = (1, 9, mask), (8, 8, mask[:, :8]), (1, 9, block)
+    assert [can_absorb(module, *call, {}) for call in calls] == [True, False, False]
     assert not can_absorb(module, 1, 9, mask, {"read_index": []}), "of a paged cache"

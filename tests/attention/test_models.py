@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import pickle
@@ -17,13 +18,16 @@ import torch
 from forked import run_forked
 from reference import grouped_attention
 from tiny import tiny_config
-from tiny_mla import checkpoint_activations, error, logits, tokens
+from tiny_mla import checkpoint_activations, error, logits, padding, tokens
 from transformers import AutoModelForCausalLM, StaticCache
 
 from attention import load, models, pack, restore
 from attention.grouped import is_packed
 from attention.models import modeling_kvfold
+from attention.models.configuration_kvfold import KvfoldConfig
 from attention.scoring import Scoring
+from convert.families import FAMILIES
+from convert.families.kvfold import around
 
 LENGTH = 30
 PATHS = {
@@ -59,8 +63,6 @@ def own_model(
     windows: list[int | None] | None = None,
     **changes: Any,
 ) -> Any:
-    from attention.models.configuration_kvfold import KvfoldConfig
-
     inner = tiny_config(model_type, **changes)
     inner.num_key_value_heads = kv_heads
     biased = getattr(inner, "attention_bias", True)
@@ -89,9 +91,6 @@ def attentions(model: Any) -> list[Any]:
     ],
 )
 def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention: str) -> None:
-    from convert.families import FAMILIES
-    from convert.families.kvfold import around
-
     model_type, changes = WAYS[way]
     model = own_model(model_type, kv_heads, attention, **changes)
     family = around(FAMILIES[model_type])
@@ -113,18 +112,6 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-def generates_alone_what_it_generates_padded(model: Any) -> None:
-    ids, lengths = tokens(3, 30), [30, 19, 26]
-    mask = (torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]).long()
-    said = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    for row, length in enumerate(lengths):
-        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
-        assert torch.equal(said[row, -6:], alone[0, -6:])
-
-
-# ---- windows inside attention ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("attention", "static", "chunks"), [("eager", False, (7, 5, 3)), ("sdpa", True, (10,)), ("packed", True, (7, 5, 3))]
 )
@@ -141,7 +128,11 @@ def test_a_cache_changes_no_inner_window(attention: str, static: bool, chunks: t
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_left_padded_row_has_the_inner_windows_of_the_row_alone(attention: str) -> None:
-    generates_alone_what_it_generates_padded(own_model("gpt2", attention=attention, windows=WINDOWS))
+    model, ids, lengths = own_model("gpt2", attention=attention, windows=WINDOWS), tokens(3, 30), [30, 19, 26]
+    said = model.generate(ids, attention_mask=padding(lengths), max_new_tokens=6, do_sample=False)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
+        assert torch.equal(said[row, -6:], alone[0, -6:])
 
 
 def test_functions_that_would_leave_an_inner_window_out_are_refused() -> None:
@@ -205,8 +196,6 @@ def test_what_is_saved_is_loaded(model_type: str, tied: bool, tmp_path: Path) ->
 
 def loaded(kind: str, path: Path, form: str | None) -> Any:
     """A model of kvfold's class from `load`: "gpt_neox" with shared heads, or "qwen3" with a latent."""
-    from attention.models.configuration_kvfold import KvfoldConfig
-
     model = own_model() if kind == "gpt_neox" else None
     if model is None:
         inner = tiny_config(kind, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
@@ -263,8 +252,6 @@ def test_gradients_reach_every_weight(model_type: str) -> None:
 
 def test_a_rope_key_without_cosines_is_an_error() -> None:
     """GPT-2's class has none, and passes none to what is put in the place of its attention."""
-    from attention.models.configuration_kvfold import KvfoldConfig
-
     inner = tiny_config("gpt2", kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
     config = KvfoldConfig(text_config=inner, attention_path="transformer.h.{layer}.attn", rope_pairs=[0, 1])
     with pytest.raises(ValueError, match="gives it no cosines and sines"):
@@ -272,8 +259,6 @@ def test_a_rope_key_without_cosines_is_an_error() -> None:
 
 
 def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None:
-    import ast
-
     imported, beside = set(), set()
     for file in models.CODE:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

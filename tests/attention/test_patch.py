@@ -72,49 +72,26 @@ class Quantised(nn.Linear):
     pass
 
 
-def with_other_forward(module: Any) -> None:
-    module.__class__ = Other
-
-
-def with_replaced_forward(module: Any) -> None:
-    module.forward = print
-
-
-def as_int8(module: Any) -> None:
-    module.kv_b_proj.weight = nn.Parameter(module.kv_b_proj.weight.detach().to(torch.int8), requires_grad=False)
-
-
-def as_subclass(module: Any) -> None:
-    module.kv_b_proj.__class__ = Quantised
-
-
-def in_a_sequence(module: Any) -> None:
-    module.kv_b_proj = nn.Sequential(module.kv_b_proj)
-
-
-def with_bias(module: Any) -> None:
-    module.kv_b_proj.bias = nn.Parameter(torch.ones(88))
-
-
 NONE = "none of its modules is a DeepseekV3Attention, YoutuAttention, MiniCPM3Attention, or KvfoldLatentAttention"
 ABSORB = "cannot absorb model.layers.0.self_attn"
-PLAIN = "and must be a plain Linear with floating weights"
+LAST, PLAIN = f"{ABSORB}.kv_b_proj: it", "and must be a plain Linear with floating weights"
 
 
 @pytest.mark.parametrize(
-    ("change", "message", "hint"),
+    ("part", "name", "value", "message", "hint"),
     [
-        (with_other_forward, f"has no latent attention that can be absorbed: {NONE}", "convert others with `convert mla`"),
-        (with_replaced_forward, f"{ABSORB}: something else has replaced its forward by <built-in", "undo that first"),
-        (as_int8, f"{ABSORB}.kv_b_proj: it is a Linear with torch.int8 weights of type Parameter, {PLAIN}", "quantisation"),
-        (as_subclass, f"{ABSORB}.kv_b_proj: it is a Quantised with torch.float32 weights", "or merge the adapters"),
-        (in_a_sequence, f"{ABSORB}.kv_b_proj: it is a Sequential with no weights of type NoneType, {PLAIN}", "quantisation"),
-        (with_bias, f"{ABSORB}.kv_b_proj: it has a bias, and must have none", ""),
+        ("", "__class__", Other, f"has no latent attention that can be absorbed: {NONE}", "convert others with `convert mla`"),
+        ("", "forward", print, f"{ABSORB}: something else has replaced its forward by <built-in", "undo that first"),
+        ("kv_b_proj", "weight", nn.Parameter(torch.ones(88, 16, dtype=torch.int8), requires_grad=False),
+         f"{LAST} is a Linear with torch.int8 weights of type Parameter, {PLAIN}", "quantisation"),
+        ("kv_b_proj", "__class__", Quantised, f"{LAST} is a Quantised with torch.float32 weights", "or merge the adapters"),
+        ("", "kv_b_proj", nn.Sequential(), f"{LAST} is a Sequential with no weights of type NoneType, {PLAIN}", "quantisation"),
+        ("kv_b_proj", "bias", nn.Parameter(torch.ones(88)), f"{LAST} has a bias, and must have none", ""),
     ],
-)
-def test_what_absorption_would_ignore_is_refused(change: Any, message: str, hint: str) -> None:
+)  # fmt: skip
+def test_what_absorption_would_ignore_is_refused(part: str, name: str, value: Any, message: str, hint: str) -> None:
     model = mla_model(num_hidden_layers=1)
-    change(model.model.layers[0].self_attn)
+    setattr(model.model.layers[0].self_attn.get_submodule(part), name, value)
     before = [type(module) for module in model.modules()]
     with pytest.raises(Refusal) as caught:
         absorb(model)

@@ -82,7 +82,6 @@ def test_an_evaluation_is_part_of_the_conversion(
 ) -> None:
     listener = Listener()
     done = mqa(shelf(), tmp_path / "out", text=letters, **CALIBRATION, evaluate=letters, device="cpu", progress=listener)
-    assert done.report is not None
     source, converted = done.report["models"]
     assert (source["kind"], converted["kind"], converted["method"]) == ("GQA-4", "MQA", "aligned")
     assert f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g}" in str(done)

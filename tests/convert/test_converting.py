@@ -18,8 +18,6 @@ from convert.output.evaluation import _formats
 from eval import evaluate
 from eval.inputs.source import Source
 
-# ---- interruption ----------------------------------------------------------------------------------------------------
-
 
 def test_an_interrupted_run_says_how_to_go_on(
     shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

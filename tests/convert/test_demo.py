@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import raising
 
 from convert.demo.showcase import HELD_OUT, MODEL, VALIDATION, held_out_text
 from convert.planning.sizes import LatentSize
@@ -40,10 +41,7 @@ def test_held_out_modules_are_not_in_the_training_text() -> None:
 def test_an_interrupted_demo_advises_what_it_can_do(
     convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*given: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("convert.sweeping.convert", interrupted)
+    monkeypatch.setattr("convert.sweeping.convert", raising(KeyboardInterrupt()))
     result = convert("demo", "--output", tmp_path / "demo", "-q")
     assert result.exit_code == 130
     assert result.stderr == "error: interrupted\nhint: the same command begins again\n"

@@ -121,12 +121,9 @@ def test_a_source_that_changes_between_conversions_is_refused(
 
 DRY: dict[str, tuple[str, list[Any], list[str]]] = {
     "heads are halved, caches shared out, and pca needs text": ("llama", ["--no-text"], [
-        *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
-        *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
+        *NAMES[:6], *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
     ]),
-    "no class for a latent": (
-        "hunyuan_v1_dense", [], [f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")]
-    ),
+    "no class for a latent": ("hunyuan_v1_dense", [], NAMES[:6]),
     "a latent, which an eighth is too little for": ("deepseek_v3", ["--no-text"], ["mla-25%-weighted", "mla-25%-svd"]),
     "a target that is named twice": ("llama", ["--groups", "2,2", "--methods", "mean"], ["gqa-2-mean"]),
 }  # fmt: skip

@@ -32,10 +32,7 @@ IDS = torch.randint(4, 90, (200,), generator=torch.Generator().manual_seed(0))
 PORTABLE = ("mla", "--kv-lora-rank", 48, "--qk-rope-head-dim", 16, "--portable", "--text", TEXT, "--calibration-tokens", 4096)
 FOR_LLAMA_CPP = ("--engine", "llama.cpp")
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not LOGITS.exists(), reason="llama.cpp is not built (make test-engines)"),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.skipif(not LOGITS.exists(), reason="llama.cpp is not built (make test-engines)")]
 
 Done = subprocess.CompletedProcess[str]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from written import Make
 
 from attention.errors import KvfoldError, Refusal
@@ -29,9 +30,6 @@ def pair(checkpoint: Make) -> list[Path]:
 def text(tmp_path: Path) -> Path:
     (tmp_path / "novel.txt").write_text(WORDS, encoding="utf-8")
     return tmp_path / "novel.txt"
-
-
-# ---- evaluate ------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_is_returned_and_nothing_is_printed(pair: list[Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,16 +89,11 @@ def test_arguments_that_do_not_fit_are_refused(pair: list[Path]) -> None:
 
 
 def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, warned: Callable[[], list[str]]) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = checkpoint() / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "model.extra": tensors["model.norm.weight"].clone()}, path, {"format": "pt"})
     evaluate([path.parent], text=text, max_tokens=64, device="cpu")
     assert warned() == ["LlamaForCausalLM has no use for 1 tensors of source: model.extra, …"]
-
-
-# ---- bench ---------------------------------------------------------------------------------------------------------
 
 
 SHORT: dict[str, Any] = {"context": [16], "steps": 1, "rounds": 2, "device": "cpu"}

@@ -32,20 +32,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from click.testing import CliRunner
 from fuzz.mutations import bytes_changed, mutated, weights_changed
 from gguf_files import model_of, write
-from tiny import save_tokenizer, tiny_config, tiny_model
+from tiny import saved, tiny_config, tiny_model
 from tiny_mla import LONGROPE, SIZES
+from written import ok, raising, stop_at
 
 from attention.errors import Interrupted
 from convert.command.cli import main as convert
 from convert.families import FAMILIES
+from convert.healing.trainer import HealingTrainer
 
 LIMIT = 20  # seconds for one command
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 40
@@ -92,11 +94,7 @@ class Hang(BaseException):
 
 def judged(*arguments: str) -> tuple[int | None, str | None]:
     """Run a command; its exit code, and what went wrong."""
-
-    def stop(*_: object) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGALRM, raising(Hang()))
     signal.alarm(LIMIT)
     try:
         result = CliRunner().invoke(convert, arguments, color=True)  # or click takes escapes out
@@ -170,24 +168,7 @@ def rewritten(name: str, change: Callable[[bytes, random.Random], bytes]) -> Dam
 
 
 def done(*arguments: str) -> None:
-    result = CliRunner().invoke(convert, arguments)
-    assert result.exit_code == 0, result.output
-
-
-def stopped(function: str, call: int, *arguments: str) -> None:
-    """Run a command that is interrupted at a call of a function."""
-    owner, name = function.rsplit(".", 1)
-    original, calls = getattr(__import__("pkgutil").resolve_name(owner), name), [0]
-
-    def stopping(*given: Any, **named: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == call:
-            raise KeyboardInterrupt
-        return original(*given, **named)
-
-    with mock.patch(function, stopping):
-        result = CliRunner().invoke(convert, arguments)
-    assert result.exit_code == Interrupted.exit_code, result.output
+    ok(CliRunner().invoke(convert, arguments))
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -231,7 +212,10 @@ def of_weights() -> Work:
 def of_interrupted(command: tuple[str, ...], call: int) -> Work:
     """Of what a run leaves that was stopped; what it ends in are the weights of one that was not."""
     template = Path.cwd().with_name("stopped")
-    stopped("convert.healing.trainer.HealingTrainer.compute_loss", call, *command)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, HealingTrainer, "compute_loss", call, KeyboardInterrupt())
+        result = CliRunner().invoke(convert, command)
+    assert result.exit_code == Interrupted.exit_code, result.output
     shutil.copytree(Path.cwd(), template)
     done(*command, "--resume")
     expected = [file.read_bytes() for file in sorted(Path("out").glob("*.safetensors"))]
@@ -295,8 +279,7 @@ def main(count: int = 2000, seed: int = 0, kinds: Iterable[str] = KINDS) -> Outc
             place.mkdir()
             os.chdir(place)  # the same place as later: paths are part of what is kept
             try:
-                tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
-                save_tokenizer(Path("source"))
+                saved(tiny_model(tiny_config("llama", num_hidden_layers=2)), Path("source"))
                 Path("text.txt").write_text(TEXT)
                 work = KINDS[kind]()
                 shutil.copytree(place, template)

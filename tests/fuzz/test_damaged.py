@@ -31,7 +31,7 @@ def fail(*lines: str) -> None:
     ("body", "wrong"),
     [
         (lambda: {}["no such key"], "traceback: KeyError: 'no such key' (test_damaged.py"),
-        (lambda: time.sleep(5), "hang: Hang:  (damaged.py"),
+        (lambda: time.sleep(5), "hang: Hang:  (written.py"),
         (lambda: click.get_current_context().exit(7), "exit code 7"),
         (lambda: fail("error: one", "and two"), "not one line: 'error: one"),
         (lambda: fail("one"), "not one line: 'one"),

@@ -77,7 +77,6 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
 def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> None:
     a, x = record(4, 1, 2, 2, 20, norm=norm), X[0]
     after = merged(a, 2)
-    assert after.k_norm is not None
     rows, gain = after.k.clone().requires_grad_(True), after.k_norm.gain.clone().requires_grad_(True)
     moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
     source = heads_of(a, block_of(x))
@@ -93,7 +92,6 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
 @pytest.mark.parametrize("norm", ["shared", "head", "all", "layer", "after"])
 def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -> None:
     a = record(2, 2, 3, 2, 20, norm=norm)
-    assert a.k_norm is not None
     spoilt = dataclasses.replace(a, k=a.k + 0.1 * random(*a.k.shape, seed=5) * a.k.std())
     fitted = with_fitted_keys(a, with_fitted_keys(a, spoilt))  # steps of Gauss and Newton
     assert output_error(a, spoilt, blocks_of(X)) > 1e-4

@@ -30,7 +30,6 @@ def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: b
     x, y = read.flatten(0, 1).double(), target.flatten(0, 1).double()
     missing = y - x @ a.o.double().flatten(1).T
     if biased:
-        assert a.o_bias is not None
         missing = missing - a.o_bias.double()
         centre, shift = x.mean(0), missing.mean(0)
     else:
@@ -43,7 +42,6 @@ def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: b
     change = torch.linalg.lstsq(rows, wanted).solution.T
     torch.testing.assert_close(found.o.double(), a.o.double() + change.view(a.o.shape), rtol=1e-3, atol=1e-4)
     if biased:
-        assert found.o_bias is not None
         torch.testing.assert_close(found.o_bias.double(), a.o_bias.double() + shift - change @ centre, rtol=1e-3, atol=1e-4)
     else:
         assert found.o_bias is None
@@ -51,9 +49,8 @@ def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: b
     assert changed == ({"o", "o_bias"} if biased else {"o"})
 
 
-def squared_error(a: Record, read: torch.Tensor, target: torch.Tensor) -> float:
-    out = read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
-    return float((out - target).square().sum())
+def output(a: Record, read: torch.Tensor) -> torch.Tensor:
+    return read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -66,7 +63,6 @@ def test_heads_that_read_nothing_leave_the_output_as_it_is(biased: bool) -> None
     found = fit.record()
     torch.testing.assert_close(found.o, a.o)
     if biased:
-        assert found.o_bias is not None
         torch.testing.assert_close(found.o_bias, target.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-5)
 
 
@@ -74,11 +70,10 @@ def test_heads_that_read_nothing_leave_the_output_as_it_is(biased: bool) -> None
 def test_the_ridge_is_the_one_that_holds_on_the_other_half(share: float, ridge: float) -> None:
     a = record()
     read, noise = reads(a, tokens=100)
-    there = read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
-    moved = read @ random(read.shape[-1], a.o.shape[0], seed=9)
+    moved = output(a, read) + share * read @ random(read.shape[-1], a.o.shape[0], seed=9)
     fit = OutputFit(a)
     for part in range(3):
-        fit.see(read[part : part + 1], (there + share * moved + 0.1 * noise)[part : part + 1])
+        fit.see(read[part : part + 1], (moved + 0.1 * noise)[part : part + 1])
     assert fit._ridge() == ridge
 
 
@@ -96,4 +91,5 @@ def test_the_error_on_a_half_is_that_of_its_tokens(biased: bool) -> None:
         o=(a.o.double() + change.T.view(a.o.shape)).float(),
         o_bias=None if a.o_bias is None else (a.o_bias.double() + bias).float(),
     )
-    assert other.error(change, bias) == pytest.approx(squared_error(moved, read[1:2], target[1:2]), rel=1e-4)
+    expected = (output(moved, read[1:2]) - target[1:2]).square().sum()
+    assert other.error(change, bias) == pytest.approx(float(expected), rel=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config, tiny_model
+from written import Make, edit, without_tokenizer
 
 from attention.errors import Failure
 from convert.calibration import own_text as writing
@@ -17,7 +17,6 @@ from convert.calibration.own_text import Turns, Voice, own_text
 from eval.inputs.source import Source
 from eval.terminal.progress import silent
 
-Make = Callable[..., Path]
 CPU = torch.device("cpu")
 TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}{{ '[' + m['role'][0] + ']' + m['content'] + '</s>' }}{% endfor %}"
@@ -30,21 +29,16 @@ def written(path: Path, kept: Path, rows: int = 6, length: int = 24, seed: int =
     return own_text(Source.parse(str(path)), rows, length, seed, CPU, kept, silent)
 
 
-def with_template(path: Path, template: str) -> Path:
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    return path
+CONFIG = "tokenizer_config.json"
 
 
 def beginning_with_bos(path: Path) -> Path:
     """Let the tokenizer put BOS before every text, as those of Llama do."""
-    file = path / "tokenizer.json"
     text = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*text, {"Sequence": {"id": "B", "type_id": 0}}]
     special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
     processor = {"type": "TemplateProcessing", "single": text, "pair": pair, "special_tokens": special}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": processor}))
-    return path
+    return edit(path, "tokenizer.json", post_processor=processor)
 
 
 def always(model: Any, *tokens: int) -> None:
@@ -55,22 +49,14 @@ def always(model: Any, *tokens: int) -> None:
     head.bias.data[list(tokens)] = 0.0
 
 
-def without_tokenizer(path: Path) -> Path:
-    for file in path.glob("*token*"):
-        file.unlink()
-    return path
-
-
-def ending_with_bos(path: Path) -> Path:
-    """As GPT-2's tokenizer, which puts nothing before a text."""
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<s>"}))
-    return path
-
-
 @pytest.mark.parametrize(
     ("change", "starts"),
-    [(beginning_with_bos, {1}), (ending_with_bos, {1}), (without_tokenizer, {7}), (lambda path: path, None)],
+    [
+        (beginning_with_bos, {1}),
+        (lambda path: edit(path, CONFIG, eos_token="<s>"), {1}),  # as GPT-2's, which puts nothing before a text
+        (without_tokenizer, {7}),
+        (lambda path: path, None),
+    ],
     ids=["BOS before texts", "BOS between texts", "no tokenizer", "any token: a chat model's BOS may open turns alone"],
 )
 def test_rows_begin_as_texts_do_and_are_the_same_for_a_seed(
@@ -134,10 +120,9 @@ def test_a_text_that_ends_is_followed_by_another(start: int | None) -> None:
 
 
 def test_turns_follow_the_template(checkpoint: Make) -> None:
-    source = Source.parse(str(with_template(checkpoint("llama"), TEMPLATE)))
+    source = Source.parse(str(edit(checkpoint("llama"), CONFIG, chat_template=TEMPLATE)))
     tokenizer = source.tokenizer()
     turns = Voice.of(source).turns
-    assert turns is not None
     assert tokenizer.decode(turns.opening).replace(" ", "") == "<s>[u]"
     assert tokenizer.decode(turns.answer).replace(" ", "") == "</s>[a]"
     model = tiny_model(tiny_config("llama"))
@@ -176,7 +161,7 @@ def test_a_template_that_cannot_be_used_is_said_and_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writing, "_LONGEST", 3 if template == ENDLESS else writing._LONGEST)
-    source = with_template(checkpoint("llama", vocab_size=tokens, pad_token_id=None), template)
+    source = edit(checkpoint("llama", vocab_size=tokens, pad_token_id=None), CONFIG, chat_template=template)
     assert Voice.of(Source.parse(str(source))).turns is None
     (found,) = warned()
     assert found.startswith(said)
@@ -186,17 +171,16 @@ def test_a_template_that_cannot_be_used_is_said_and_not_used(
 
 def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}"
-    source = with_template(beginning_with_bos(checkpoint("llama")), template)
+    source = edit(beginning_with_bos(checkpoint("llama")), CONFIG, chat_template=template)
     turns = Voice.of(Source.parse(str(source))).turns
     assert turns == Turns((), (2,), (2,))
     assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
 
 
 def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make) -> None:
-    source = with_template(checkpoint("llama"), "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    source = edit(checkpoint("llama"), CONFIG, chat_template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     tokenizer = Source.parse(str(source)).tokenizer()
     turns = Turns.of(tokenizer)
-    assert turns is not None
     assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
 
 

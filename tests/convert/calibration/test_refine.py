@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from streams import blocks_of, model_of, records_of, stream_of
+from streams import model_of, records_of, stream_of
+from tiny_mla import tokens
 
 from attention.spec import AttentionSpec
 from convert.calibration.refine import _energies, _shuffled, refined
@@ -18,7 +19,7 @@ from convert.families import FAMILIES
 def test_steps_that_lead_away_are_not_taken(rate: float, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.refine._RATES", (rate, rate))
     model = model_of()
-    stream, family = stream_of(model, tmp_path / "spool", blocks_of()), FAMILIES["llama"]
+    stream, family = stream_of(model, tmp_path / "spool", tokens(7, 12)), FAMILIES["llama"]
     stream.embed()
     stream.advance(0)
     record = records_of(model)(0)

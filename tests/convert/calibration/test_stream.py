@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from rows import rows
-from streams import WINDOWS, InMemory, blocks_of, model_of, observed, of_blocks, records_of, seen_by, stream_of
-from tiny import tiny_model
+from streams import WINDOWS, InMemory, model_of, observed, of_blocks, records_of, seen_by, stream_of
+from tiny import ROPES, tiny_model
+from tiny_mla import tokens
+from written import raising
 
 from attention.errors import Failure
 from convert.calibration.stream import LayerStream
@@ -20,10 +22,6 @@ from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
 from eval.inputs.reader import Reader
 
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-    "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [4.0, 1.0, 5.0, 9.0],
-}  # fmt: skip
 # What else a model hands to its layers, or does before them.
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled embeddings, windows": ("gemma2", WINDOWS),
@@ -32,7 +30,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "a window": ("mistral", {"sliding_window": 4}),
     "a layer without RoPE": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "multipliers": ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
-    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "longrope": ("llama", {"rope_parameters": ROPES["longrope"] | {"original_max_position_embeddings": 8}}),
     "narrow embeddings": ("opt", {"word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "alibi": ("falcon", {"alibi": True, "multi_query": False}),
 }  # fmt: skip
@@ -55,7 +53,7 @@ def unloaded(stream: LayerStream) -> bool:
 def test_layers_see_what_they_see_in_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 36)  # 7 blocks of 12 as 3, 3 and 1
     model_type, changes = (CHANGED | PLAIN)[case]
-    model, blocks = model_of(model_type, **changes), blocks_of()
+    model, blocks = model_of(model_type, **changes), tokens(7, 12)
     model.save_pretrained(tmp_path)
     stream = stream_of(model, tmp_path / "spool", blocks, Reader(tmp_path))
     stream.embed()
@@ -72,7 +70,7 @@ def test_layers_see_what_they_see_in_the_whole_model(case: str, tmp_path: Path, 
 
 
 def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     stored = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
     stream = stream_of(model, tmp_path / "spool", blocks, InMemory(model, stored.__getitem__))
@@ -85,7 +83,7 @@ def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -
 
 def test_positions_may_skip(tmp_path: Path) -> None:
     """A mask shows what is before a skip, which transformers would take for another text."""
-    model, rows = model_of("llama"), blocks_of(2, 12)
+    model, rows = model_of("llama"), tokens(2, 12)
     positions = torch.stack((torch.arange(12), torch.arange(12) + 70 * (torch.arange(12) > 6)))
     expected = seen_by(model, rows, position_ids=positions, attention_mask=torch.ones_like(positions))
     hidden = rows.clone()
@@ -99,14 +97,13 @@ def test_positions_may_skip(tmp_path: Path) -> None:
         moments = Moments(layer, stream, records_of(model)(layer))
         stream.advance(layer, moments.see)
     sample = moments.statistics().sample
-    assert sample is not None
     assert list(map(list, sample.positions)) == positions.tolist()
 
 
 def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each starts at position 0 and sees nothing of the one before it, in whatever batches they run."""
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 24)  # two rows
-    model, rows = model_of("gemma2", **WINDOWS), blocks_of(7, 12)
+    model, rows = model_of("gemma2", **WINDOWS), tokens(7, 12)
     text = Blocks.cut(rows, (1, 1, 1, 3, 3, 3, 3))
     whole, short = seen_by(model, rows[:3]), seen_by(model, rows[3:].reshape(-1, 4))
     stream = stream_of(model, tmp_path / "spool", text)
@@ -119,7 +116,6 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
         close(seen[:2], whole[layer])
         close(seen[2:], short[layer])
         sample = moments.statistics().sample
-        assert sample is not None
         assert sample.cuts == (1, 1, 3, 3, 3)
         expected = [whole[layer][0], whole[layer][2], *short[layer][:6], *short[layer][9:]]
         for block, x in zip(sample.blocks, expected, strict=True):
@@ -132,7 +128,7 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_checkpoint_keeps_as_buffers_counts(tmp_path: Path) -> None:
-    model, blocks = model_of("apertus"), blocks_of()
+    model, blocks = model_of("apertus"), tokens(7, 12)
     for layer in model.model.layers:
         layer.mlp.act_fn.beta.copy_(torch.tensor(2.5))
     stream = stream_of(model, tmp_path / "spool", blocks)
@@ -146,7 +142,7 @@ def test_what_a_checkpoint_keeps_as_buffers_counts(tmp_path: Path) -> None:
 
 
 def test_given_weights_replace_those_of_the_checkpoint(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     other, name = tiny_model(model.config, seed=5), "model.layers.1.self_attn.q_proj.weight"
     given, stored = {n: t for n, t in other.state_dict().items() if ".layers.1.self_attn." in n}, model.state_dict()
     weights = InMemory(model, lambda name: pytest.fail(f"{name} is given") if name in given else stored[name])
@@ -163,7 +159,7 @@ def test_given_weights_replace_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str, tmp_path: Path) -> None:
-    model, blocks = model_of(model_type), blocks_of()
+    model, blocks = model_of(model_type), tokens(7, 12)
     stream = stream_of(model, tmp_path / "spool", blocks)
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".layers.0.self_attn." in name}
     stream.embed()
@@ -194,7 +190,7 @@ def test_one_layers_weights_are_in_memory_at_a_time_and_nothing_is_kept(tmp_path
         alive.append(weakref.ref(tensor))
         return tensor
 
-    stream = stream_of(model, tmp_path / "spool", blocks_of(), InMemory(model, read))
+    stream = stream_of(model, tmp_path / "spool", tokens(7, 12), InMemory(model, read))
     moments = Moments(0, of_blocks(3 * 2 * 7, 12, 64), records_of(model)(0))
 
     def resident() -> set[str]:
@@ -221,22 +217,18 @@ def test_one_layers_weights_are_in_memory_at_a_time_and_nothing_is_kept(tmp_path
 
 
 def test_weights_leave_memory_when_a_layer_fails(tmp_path: Path) -> None:
-    stream = stream_of(model_of(), tmp_path / "spool", blocks_of())
+    stream = stream_of(model_of(), tmp_path / "spool", tokens(7, 12))
     stream.embed()
-
-    def fail(x: torch.Tensor) -> None:
-        raise Failure("seen enough")
-
     for step in (stream.observe, stream.advance):
         with pytest.raises(Failure):
-            step(0, fail)
+            step(0, raising(Failure("seen enough")))
         assert unloaded(stream)
         assert not stream._model.get_submodule("model.layers.0.self_attn")._forward_pre_hooks
     assert stream.ready == {0}, "its inputs stay"
 
 
 def test_two_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
-    stream = stream_of(model_of(), tmp_path / "spool", blocks_of())
+    stream = stream_of(model_of(), tmp_path / "spool", tokens(7, 12))
     assert stream.ready == set()
     stream.embed()
     for layer in range(3):
@@ -252,7 +244,7 @@ def test_two_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["zeros", "a bit", "shorter"])
 def test_damaged_inputs_do_not_count(damage: str, tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     stream_of(model, tmp_path / "spool", blocks).embed()
     path = tmp_path / "spool-0"
     data = path.read_bytes()

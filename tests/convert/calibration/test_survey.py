@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from records import inputs
+from records import inputs, measured
 from records import record as random_record
-from streams import WINDOWS, InMemory, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
+from streams import WINDOWS, InMemory, model_of, of_blocks, records_of, seen_by, stream_of
+from tiny_mla import tokens
 
 from attention.errors import Failure
 from attention.record import Attention
@@ -25,12 +26,6 @@ from convert.methods.statistics import Attended, Statistics
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
     return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), records_of(model))
-
-
-def direct(x: torch.Tensor) -> Statistics:
-    rows = x.double().flatten(0, 1)
-    second, mean = rows.T @ rows / len(rows), rows.mean(0)
-    return Statistics(second, mean, len(rows), Attended.assumed(second, mean))
 
 
 def attended(a: Attention, x: torch.Tensor) -> Attended:
@@ -87,7 +82,6 @@ def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
     found, expected = moments.statistics().attended, attended(a, x)
     for name, tensor in expected.tensors.items():
         torch.testing.assert_close(getattr(found, name), tensor, rtol=1e-4, atol=1e-4)
-    assert found.sunk is not None
     assert found.sunk[-2] > 0.05
     assert found.shrunk(27, None).sunk is found.sunk
     # The same with the constant as one more channel of the input, which nothing reads.
@@ -132,7 +126,7 @@ def test_statistics_are_the_moments_of_what_layers_see(
     model_type: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 48)  # 7 blocks as 4 and 3
-    model, blocks = model_of(model_type, **changes), blocks_of()
+    model, blocks = model_of(model_type, **changes), tokens(7, 12)
     weights = model.state_dict()
 
     def read(name: str) -> torch.Tensor:
@@ -144,16 +138,15 @@ def test_statistics_are_the_moments_of_what_layers_see(
     with torch.inference_mode():
         states = model(blocks, output_hidden_states=True).hidden_states
     for layer, x in enumerate(seen_by(model, blocks)):
-        found, expected = known(layer), direct(x)
+        found, expected = known(layer), measured(x)
         assert found.tokens == 84
         assert found.second.dtype == found.mean.dtype == torch.float64
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
-        ones = direct(torch.nn.functional.pad(x, (0, 1), value=1))
+        ones = measured(torch.nn.functional.pad(x, (0, 1), value=1))
         torch.testing.assert_close(found.with_constant, ones.second, rtol=1e-4, atol=1e-4)
         energy = states[layer].double().square().sum(-1).reciprocal().mean()  # of the residual stream
         assert found.inverse_energy == pytest.approx(float(energy), rel=1e-4)
-        assert found.sample is not None
         torch.testing.assert_close(found.sample.rows.float(), x, rtol=1e-2, atol=1e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
     nothing = InMemory(model, lambda name: pytest.fail(f"{name} is read, although the survey is complete"))
@@ -187,12 +180,11 @@ def test_what_is_not_finite_fails_with_its_layer(value: float, scale: float, wha
 
 
 def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     with torch.no_grad():
         model.model.embed_tokens.weight[int(blocks[0, 0])] = 0
         typical = 1 / float(model.model.embed_tokens(blocks).double().square().sum(-1).median())
     found = run_survey(model, tmp_path, blocks)(0).inverse_energy
-    assert found is not None
     assert typical / 2 < found < 1e3 * typical
 
 
@@ -201,7 +193,7 @@ STEPS = ["embed", "advance 0", "put 0", "advance 1", "put 1", "put 2"]
 
 @pytest.mark.parametrize(("cut", "after"), [("embed", True), ("advance 1", False), ("advance 1", True), ("put 1", True)])
 def test_a_survey_goes_on_from_any_step(cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, blocks, steps, armed = model_of(), blocks_of(), [], [True]
+    model, blocks, steps, armed = model_of(), tokens(7, 12), [], [True]
     directories = [tmp_path / "whole", tmp_path / "cut"]
     for directory in directories:
         directory.mkdir()
@@ -235,11 +227,11 @@ def test_a_survey_goes_on_from_any_step(cut: str, after: bool, tmp_path: Path, m
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:
-    model, blocks = model_of(), blocks_of()
+    model, blocks = model_of(), tokens(7, 12)
     known = run_survey(model, tmp_path, blocks)
     (tmp_path / "source-00001.safetensors").unlink()
     before = (tmp_path / "source-00000.safetensors").read_bytes()
-    expected = direct(seen_by(model, blocks)[1])
+    expected = measured(seen_by(model, blocks)[1])
     (tmp_path / "inputs-2").write_bytes(b"of no use: layer 1 comes first")
     run_survey(model, tmp_path, blocks)
     assert (tmp_path / "source-00000.safetensors").read_bytes() == before

@@ -18,9 +18,7 @@ from convert.calibration.values import fitted_values
 
 
 def with_fitted_values(before: Attention, after: Attention) -> Attention:
-    fitted = _Search(before, blocks_of(X)).closer(after, fitted_values(before, after, blocks_of(X), SEEN.read))
-    assert isinstance(fitted, Attention)
-    return fitted
+    return _Search(before, blocks_of(X)).closer(after, fitted_values(before, after, blocks_of(X), SEEN.read))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -40,7 +38,6 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(sinks: bool, monkey
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     a = record(4, 2, 2, 2, 20, sinks=sinks)
     after = merged(a, 2)
-    assert isinstance(after, Attention)
     leaf = (0.1 * random(*after.v.shape, seed=5)).requires_grad_(True)
     x, expected_outputs = X[:1], run(a, X[:1])
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)

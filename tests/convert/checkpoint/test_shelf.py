@@ -9,17 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
+from written import TENSORS
 
 from attention.errors import Failure
 from convert.checkpoint.shelf import Shelf
 
-TENSORS = {
-    "second": torch.randn(5, 4, dtype=torch.float64),
-    "sample": torch.randn(3, 2).bfloat16(),
-    "scalar": torch.tensor(2.0),
-    "empty": torch.empty(0, 3),
-    "flags": torch.tensor([True, False]),
-}
 NOTE = {"tokens": 7, "name": "é"}
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from written import TENSORS
+from written import TENSORS, raising
 
 from attention.errors import Failure
+from convert.checkpoint import writer as checkpoint
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from eval.inputs.reader import TensorInfo
 from eval.inputs.sealed import checksum, sync_tree, write_whole
@@ -61,8 +62,6 @@ def test_a_cast_that_overflows_says_so(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from convert.checkpoint import writer as checkpoint
-
     opened = checkpoint.open_safetensors
 
     def flip_last_byte(path: Path) -> object:
@@ -126,10 +125,7 @@ def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tupl
 
 
 def test_a_disk_that_fails_to_sync_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
     for attempt in (lambda: write(tmp_path / "m.safetensors", TENSORS), lambda: write_whole(tmp_path / "m", b"")):
         with pytest.raises(OSError, match="Input/output error"):
             attempt()

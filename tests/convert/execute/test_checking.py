@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from written import Convert, Find, Make, ok, read, refused, same_but_for_the_run
 
 from attention.errors import NotPublished, Refusal
@@ -60,12 +61,9 @@ def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, opened
     tokens = tokenize(Text("t", "the quick brown fox " * 20), Source.parse(str(source)).tokenizer())
     sample = Sample.of(tokens, len(tokens.ids))
     found = checked(plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], tmp_path, silent, opened)
-    assert found is not None
     own, given = found["texts"]
     assert (own["text"], own["tokens"], given["text"], given["tokens"]) == ("the source's own text", 8 * 128, "t", 400)
     assert own["loss_nats"] == given["loss_nats"] == 0.0
-    from transformers import AutoModelForCausalLM
-
     with torch.inference_mode():
         said = AutoModelForCausalLM.from_pretrained(source)(sample.ids).logits[0, :-1].log_softmax(-1)
     assert given["source_nats"] == pytest.approx(-said.gather(1, sample.ids[0, 1:, None]).mean().item(), rel=1e-5)
@@ -75,23 +73,18 @@ def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_pa
     source = checkpoint(max_position_embeddings=4096)
     plan = plan_of(source, calibration=SimpleNamespace(skips_to=4096, texts=()))
     found = checked(plan, checkpoint(name="same", max_position_embeddings=4096), [], tmp_path, silent, opened)
-    assert found is not None
     own, copies, late = found["texts"]
     assert copies["text"] == "copies 1,280 tokens later (positions skip)"
     assert late["text"] == "the source's own text from position 3,072 on (positions skip)"
     assert [one["loss_nats"] for one in (own, copies, late)] == [0, 0, 0]
     rows = torch.arange(2 * 128).view(2, 128)
     again, far = Sample.far(rows, 4096)  # 256 tokens of text, and 64 that stand before and after it
-    assert again.positions is not None
-    assert far.positions is not None
     assert torch.equal(again.ids[0, :64], again.ids[0, 320:])
     assert torch.equal(again.ids[0, 64:320], rows.flatten())
     assert again.positions[:320].tolist() == list(range(320))
     assert again.positions[320:].tolist() == list(range(1024, 1088))
     assert far.positions.tolist() == [0, *range(3073, 3200)]
     assert Sample.far(rows, 511) == []
-    from transformers import AutoModelForCausalLM
-
     ids, places = torch.randint(3, 90, (1, 64)), torch.arange(64) + 3000 * (torch.arange(64) > 30)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     expected = model(ids, position_ids=places[None], attention_mask=torch.ones_like(ids)).logits[0, :-1].log_softmax(-1)
@@ -108,7 +101,6 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
     assert "--resume --force" in str(caught.value.hint)
     assert warned() == []
     found = checked(plan_of(source, accepts_any_loss=True), ruined, [], tmp_path, silent, opened)
-    assert found is not None
     assert found["texts"][0]["loss_nats"] > 5
     (said,) = warned()
     assert said.endswith("leave out --no-text, or give --text FILE")

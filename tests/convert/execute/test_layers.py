@@ -53,9 +53,6 @@ def test_weights_that_are_not_finite_are_named(
     left_nothing(result, 1, f"tensor {name} holds NaN or infinite values", tmp_path / "out")
 
 
-# ---- no room ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_device_without_memory_leaves_the_work_for_resume(
     shelf: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,26 +117,9 @@ def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make) ->
     assert name in written_of(source, 1)[0], "where the class stays the same, it is copied"
 
 
-# ---- bad weights -----------------------------------------------------------------------------------------------------
-
-
 K = "model.layers.1.self_attn.k_proj"
-
-
-BAD = {
+BAD = {  # what else a checkpoint may have in place of a tensor, tests/eval/inputs/test_misfits.py says
     "missing tensor": (lambda t: t.pop(f"{K}.weight"), f"lacks tensor {K}.weight"),
-    "names with a prefix": (
-        lambda t: [t.update({f"module.{n}": t.pop(n)}) for n in list(t)],
-        "lacks tensor model.layers.0.self_attn.q_proj.weight; it has module.lm_head.weight, as DistributedDataParallel names",
-    ),
-    "a base model alone": (
-        lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)],
-        "it has layers.0.self_attn.q_proj.weight, as a base model saved without its head does",
-    ),
-    "packed projections": (
-        lambda t: t.update({K.replace("k_proj", "W_pack.weight"): t.pop(f"{K}.weight")}),
-        f"lacks tensor {K}.weight; it has {K.replace('k_proj', 'W_pack')}.weight in its place",
-    ),
     "GPTQ without a config of it": (
         lambda t: t.update({f"{K}.qweight": t.pop(f"{K}.weight").int()}), f"; it has {K}.qweight, as GPTQ and AWQ store",
     ),

@@ -7,27 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from latents import SMALL
 from rows import rows
-from written import Convert, Logits, Make, layer_notes, ok, read, refused, same_but_for_the_run, silence, stop_at, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from written import Convert, Logits, Make, damage, layer_notes, ok, read, refused, same_but_for_the_run, stop_at, weights
 
 from convert.calibration.refine import _TOLERATED
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.execute import sequence
 
-SIZES: dict[str, list[Any]] = {
-    "gqa": ["--groups", 2],
-    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
-}
+SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 
 
 def nats_lost(path: Path, source: Path, letters: Path) -> float:
     """KL of what the result says to what the source says, on the start of the text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"][:, :256].view(
-        8, 32
-    )
+    ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"].view(8, 32)
     said = []
     for model in (source, path):
         with torch.inference_mode():
@@ -88,15 +83,14 @@ def test_methods_that_look_at_weights_alone_can_be_refitted(
 def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
     checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
-    size = [*SIZES["mla"], "--method", "svd"]
-    ok(convert("mla", silence(checkpoint(), 0), tmp_path / "out", *size, *on, "--refine", 3))
+    """As after pruning."""
+    out = [f"model.layers.0.{part}.weight" for part in ("self_attn.o_proj", "mlp.down_proj")]
+    source = damage(checkpoint(), lambda tensors: [tensors[name].zero_() for name in out])
+    ok(convert("mla", source, tmp_path / "out", *SIZES["mla"], "--method", "svd", *on, "--refine", 3))
     found = layer_notes(tmp_path / "out")
     assert found[0]["layer_error"] == found[0]["layer_error_refined"] == 0
     assert 0 < found[1]["layer_error_refined"] < found[1]["layer_error"]
     assert torch.isfinite(logits(tmp_path / "out")).all()
-
-
-# ---- interruption ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from convert.families import FAMILIES, family_of
 def test_an_unknown_family_is_refused_with_the_list() -> None:
     with pytest.raises(Refusal, match="'bert' is not supported") as caught:
         family_of("bert")
-    assert caught.value.hint is not None
     assert all(name in caught.value.hint for name in ("llama", "qwen3", "phi"))
 
 

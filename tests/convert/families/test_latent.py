@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import factored
 from rows import rows
-from tiny import NORMED, layer_tensors, random_model, save_tokenizer, tiny_config, tiny_model
+from tiny import NORMED, ROPES, layer_tensors, random_model, saved, tiny_config, tiny_model
 from written import Convert, left_nothing, ok, refused
 
 from attention.errors import Failure, Refusal
@@ -25,7 +25,7 @@ from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.latent import LatentLayout, NormalisedLatent
+from convert.families.latent import NormalisedLatent
 from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
@@ -139,7 +139,6 @@ def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bo
     """
     rank = config.kv_lora_rank
     rotary, spec = FAMILY.of(config).rotary(0), FAMILY.of(config).spec
-    assert rotary is not None
     a = factored(
         spec.num_heads, spec.qk_nope_head_dim, rotary.dims // 2, rank - len(constants(rank)) if channels is None else channels,
         config.hidden_size, biased, seed, value=spec.head_dim,
@@ -295,8 +294,7 @@ def test_a_latent_with_a_bias_is_not_read() -> None:
         FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 32}  # fmt: skip
+YARN = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "deepseek_v3": [
         {"q_lora_rank": 12}, {"q_lora_rank": 64}, {"first_k_dense_replace": 2}, {"first_k_dense_replace": None},
@@ -309,7 +307,6 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(("model_type", "changes"), [(name, changes) for name, rows in OTHERS.items() for changes in rows])
 def test_configs_that_kvfold_does_not_write_have_norms_that_do_something(model_type: str, changes: dict[str, Any]) -> None:
     family = FAMILIES[model_type]
-    assert isinstance(family, LatentLayout)
     for written in ({}, {"q_lora_rank": query_rank(64)}):
         assert family.of(tiny_config(model_type, **written)) == family
     assert family.of(tiny_config(model_type, **changes)) == NormalisedLatent(model_type, family.pairing)
@@ -338,7 +335,6 @@ def test_a_config_is_described_by_its_latent() -> None:
     assert (described["rotary_dims"], described["rotary_pairing"], described["layers_with_rotary"]) == (8, "interleaved", 3)
     assert (described["qkv_bias"], described["o_bias"], described["softmax_scale"]) == (False, True, 14**-0.5)
     rotary = FAMILY.of(config).rotary(0)
-    assert rotary is not None
     assert torch.equal(rotary.frequencies, from_config(config, 8).frequencies)
 
 
@@ -404,8 +400,7 @@ def test_an_unknown_type_is_refused_by_its_latent() -> None:
 
 
 def test_a_portable_result_is_not_made_smaller(tmp_path: Any, convert: Convert) -> None:
-    random_model(tiny_config("deepseek_v3", attention_bias=False)).save_pretrained(tmp_path / "source")
-    save_tokenizer(tmp_path / "source")
-    result = convert("mla", tmp_path / "source", tmp_path / "out", "--kv-budget", "50%")
+    source = saved(random_model(tiny_config("deepseek_v3", attention_bias=False)), tmp_path / "source")
+    result = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
     left_nothing(result, 2, "makes a smaller latent only of results of its own", tmp_path / "out")
     assert "the original of a portable result" in result.stderr

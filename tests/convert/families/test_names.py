@@ -16,17 +16,7 @@ from convert.families import FAMILIES, Family
 from convert.families.names import NameTable, Place, Row
 from eval.inputs.reader import Reader
 
-GPT2 = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        Row("transformer.wpe", ("positions",)),
-        Row("transformer.h.{layer}.ln_1", ("layers.{layer}.attention_norm",)),
-        Row("transformer.h.{layer}.ln_2", ("layers.{layer}.mlp_norm",)),
-        Row("transformer.h.{layer}.mlp.c_fc", ("layers.{layer}.mlp.up",), transposed=True),
-        Row("transformer.h.{layer}.mlp.c_proj", ("layers.{layer}.mlp.down",), transposed=True),
-        Row("transformer.ln_f", ("final_norm",)),
-    ]
-)
+GPT2 = FAMILIES["gpt2"].names
 THREE = tuple(f"layers.{{layer}}.mlp.shared.{part}" for part in ("gate", "up", "down"))
 MLP = ("gate", "up", "down")
 ROLES = {
@@ -104,7 +94,6 @@ def test_roles_mean_what_the_class_does(saved: tuple[Any, Reader, Family]) -> No
 def test_fused_projections_are_the_gate_and_then_what_it_multiplies() -> None:
     model = tiny_model(tiny_config("glm"))
     mlp, place = model.model.layers[1].mlp, FAMILIES["glm"].names.place("model.layers.1.mlp.gate_up_proj.weight")
-    assert place is not None
     parts = place.split(mlp.gate_up_proj.weight.detach())
     x = torch.randn(3, 64)
     gate, up = (x @ parts[f"layers.1.mlp.{part}.weight"].T for part in ("gate", "up"))
@@ -168,14 +157,12 @@ def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
 @pytest.mark.parametrize("shape", [(7, 5), (5,), ()], ids=str)
 def test_what_does_not_divide_fails(shape: tuple[int, ...]) -> None:
     place = FUSED.place("decoder.0.all.weight")
-    assert place is not None
     with pytest.raises(Failure, match=r"decoder\.0\.all\.weight is \[.*\] and should hold 3 projections of equal size"):
         place.split(torch.zeros(shape))
 
 
 def test_a_first_part_of_its_own_size() -> None:
     place = FAMILIES["opt"].names.holding("positions.weight")
-    assert place is not None
     stored = torch.randn(7, 5)
     parts = place.split(stored)
     assert torch.equal(parts["positions.weight"], stored[2:]), "behind two rows that only padding reads"
@@ -189,21 +176,17 @@ def test_a_first_part_of_its_own_size() -> None:
 def test_gains_that_are_stored_less_one() -> None:
     names = FAMILIES["nemotron"].names
     weight, bias = (names.place(f"model.norm.{part}") for part in ("weight", "bias"))
-    assert weight is not None
-    assert bias is not None
     stored = torch.tensor([0.25, -1.0, 2.0**-20], dtype=torch.bfloat16)
     parts = weight.split(stored)
     assert parts["final_norm.weight"].tolist() == [1.25, 0.0, 1 + 2.0**-20]
     assert torch.equal(weight.join(parts).bfloat16(), stored)
     assert bias.split(stored)["final_norm.bias"].data_ptr() == stored.data_ptr(), "a bias is stored as it is"
     up = names.place("model.layers.0.mlp.up_proj.weight")
-    assert up is not None
     assert up.offset == 0
 
 
 def test_a_vector_is_not_transposed() -> None:
     place = FUSED.place("turned.0.weight")
-    assert place is not None
     with pytest.raises(Failure, match=r"turned\.0\.weight is \[4\] and should be a matrix"):
         place.split(torch.zeros(4))
     with pytest.raises(Failure, match=r"layers\.0\.mlp\.up\.weight is \[4\] and should be a matrix"):
@@ -212,7 +195,6 @@ def test_a_vector_is_not_transposed() -> None:
 
 def test_parts_of_unequal_size_are_not_joined() -> None:
     place = FUSED.place("decoder.0.all.weight")
-    assert place is not None
     shapes = dict(zip(place.roles, [(2, 3), (3, 3), (2, 3)], strict=True))
     message = r"all\.weight holds 3 projections of equal size, and there are layers\.0\.mlp\.shared\.gate\.weight \[2, 3\] and"
     with pytest.raises(Failure, match=message):

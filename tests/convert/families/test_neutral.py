@@ -7,16 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.families.neutral import (
-    is_query_latent,
-    join_query_bias,
-    latent_size,
-    query_constants,
-    query_latent,
-    query_rank,
-    query_scale,
-    split_query_bias,
-)
+from convert.families import neutral
+from convert.families.neutral import latent_size, query_constants, query_latent, query_rank, query_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 0.0, torch.float16: 2.0**-10, torch.float64: 2.0**-22}
@@ -61,19 +53,19 @@ def test_inputs_come_out_bit_for_bit_beside_a_one(width: int, dtype: torch.dtype
 def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, width), (rows,)))
-    joined = join_query_bias(weight, bias, query_rank(width))
+    joined = neutral.join_query_bias(weight, bias, query_rank(width))
     assert joined.shape == (rows, query_rank(width))
-    found = split_query_bias(joined, width)
+    found = neutral.split_query_bias(joined, width)
     assert torch.equal(found[0], weight)
     assert torch.equal(found[1], bias)
     latent = query_latent(width, 0.5, weight)
-    assert is_query_latent(latent)
+    assert neutral.is_query_latent(latent)
     if dtype != torch.float16:
-        assert is_query_latent(query_latent(width, 1.0, weight, 2.0**20)), "as kvfold wrote it first"
+        assert neutral.is_query_latent(query_latent(width, 1.0, weight, 2.0**20)), "as kvfold wrote it first"
     for name, tensor in latent.items():
         changed = tensor.clone()
         changed.view(-1)[-1] = 7
-        assert not is_query_latent(latent | {name: changed}), name
+        assert not neutral.is_query_latent(latent | {name: changed}), name
 
 
 @pytest.mark.parametrize("gain", [1e-3, 1.0, 1e3])

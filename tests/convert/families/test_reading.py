@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny import switched, tiny_config
 from transformers.models.llama.modeling_llama import LlamaAttention
+from written import raising
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
@@ -39,10 +40,7 @@ def test_a_field_that_changes_the_attention_is_refused(monkeypatch: pytest.Monke
 def test_a_class_of_which_no_twin_runs_is_taken_on_the_tests_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(config: Any) -> None:
-        raise ValueError("no such size")
-
-    monkeypatch.setattr("convert.families.reading.twin.Twin", broken)
+    monkeypatch.setattr("convert.families.reading.twin.Twin", raising(ValueError("no such size")))
     with caplog.at_level(logging.WARNING, "kvfold"):
         require_proved(FAMILIES["llama"].of(tiny_config("llama", mood=3)))
     assert "not proved whether mood change its attention: no such size" in caplog.text

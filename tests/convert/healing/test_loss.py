@@ -105,7 +105,6 @@ def test_gradients_of_all_weights_are_those_of_plain_logits(model_type: str, tie
     expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     (expected.exp() * (expected - logits)).sum().backward()
     for name, parameter in student.named_parameters():
-        assert parameter.grad is not None
         largest = float(parameter.grad.abs().max())
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, integrations
 from transformers.integrations import integration_utils
-from written import Convert, Logits, constants_stay, edit, refused, same_but_for_the_run, weights
+from written import Convert, Logits, constants_stay, edit, raising, refused, same_but_for_the_run, weights
 
 from attention.errors import Failure, Interrupted
 from attention.models import AUTO_MAP, CODE
@@ -62,7 +62,6 @@ def test_only_attention_and_its_norms_change(healed: Healing, converted: Path) -
 
 
 def test_held_out_text_is_evaluated(healed: Healing) -> None:
-    assert healed.report is not None
     assert [entry["name"] for entry in healed.report["models"]] == ["source", "converted", "healed"]
     assert healed.report["models"][2]["kl_to_source"] < healed.report["models"][1]["kl_to_source"]
     assert (healed.report["protocol"]["context"], healed.report["models"][2]["method"]) == (16, "mean")
@@ -85,10 +84,7 @@ def test_command_line(healed: Healing, converted: Path, text: Path, sizes: Sizes
     assert not list(tmp_path.glob("x*"))
     out = Path(shutil.copytree(healed.output, tmp_path / "out"))
     assert "is finished already" in convert("heal", converted, out, *given, "--resume").stderr
-    for changed in (
-        [*given[:3], other, *given[4:]],
-        ["--text", text, "--text", "self", *options],
-    ):
+    for changed in ([*given[:3], other, *given[4:]], ["--text", text, "--text", "self", *options]):
         refused(convert("heal", converted, out, *changed, "--resume"), 2, "was made by another command, or of others")
     again = convert("run", out, tmp_path / "again")
     assert again.exit_code == 0, again.output
@@ -128,12 +124,9 @@ def test_a_run_that_is_stopped_again_and_again_gives_the_same_bytes(
     stopping(monkeypatch, 3, Failure("something else"))
     with pytest.raises(Failure, match="something else"):
         heal(converted, out, resume=True, **given)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
-
+    full = RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(torch, "save", raising(full))
         with pytest.raises(Failure, match=r"stopped: cannot write .*file write failed") as error:
             heal(converted, out, resume=True, **given)
     assert "--resume" in str(error.value.hint)
@@ -233,12 +226,8 @@ def test_what_gains_nothing_stays_bit_for_bit_and_is_not_trained_again(
 ) -> None:
     monkeypatch.setattr("convert.healing.trainer.share", lambda step, steps: -share(step, steps))  # up every gradient
     given = {"text": text} | sizes | {"eval_every": 64}
-
-    def failing(*_: Any, **__: Any) -> None:
-        raise Failure("no evaluation today")
-
     with monkeypatch.context() as patched:
-        patched.setattr("convert.output.evaluation.report_of", failing)
+        patched.setattr("convert.output.evaluation.report_of", raising(Failure("no evaluation today")))
         with pytest.raises(Failure, match="the healing is done, its evaluation failed"):
             heal(results("mla"), tmp_path / "out", evaluate=text, **given)
     stopping(monkeypatch, 5, AssertionError("it trains on"))

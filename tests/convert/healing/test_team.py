@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from forked import Done, run_team
 from safetensors.torch import load_file
 from written import constants_stay, weights
@@ -77,9 +79,6 @@ def test_sharded_processes_are_one_with_the_same_batch(results: Callable[[str], 
 
 
 def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
     page = (Path(__file__).parents[3] / "docs/healing.md").read_text(encoding="utf-8")
     found = []
     (one,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

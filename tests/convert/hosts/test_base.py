@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import VOCABULARY, tiny_config
+from tiny import ROPES, VOCABULARY, tiny_config
 
 from convert.families import FAMILIES
 from convert.hosts import Host, deepseek_v3, falcon, gpt_bigcode, kvfold, minicpm3, phi, portable, source_class
 
 SLIDING = ["sliding_attention"] * 3
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 32}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+DYNAMIC = ROPES["dynamic"]
 SHARE = {"num_attention_heads": 4, "hidden_size": 4 * 47, "rotary_dim": 6}  # 47 · (6 / 47) is below 6
 PADS = [
     (name, {"pad_token_id": pad}, f"pad_token_id is {pad}, and the class has no embedding")
@@ -33,8 +29,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
     deepseek_v3.HOST: [
         ("phi", {}, "phi does not have Llama's decoder blocks (the class can hold llama, "),
-        ("qwen3", {}, "qwen3 does not have Llama's decoder blocks"),
-        ("gemma", {}, "gemma does not have Llama's decoder blocks"),
         ("llama", {"mlp_bias": True}, "the MLP has biases, which the class does not support"),
         ("seed_oss", {"mlp_bias": True, "attention_bias": False}, "the MLP has biases"),
         ("mistral", {"sliding_window": 127},
@@ -43,7 +37,7 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         *(("mistral", {"sliding_window": window}, None) for window in (128, 4096, None)),
         ("ministral", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
         ("cwm", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
-        ("phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
+        ("phi3", {"original_max_position_embeddings": 32, "rope_parameters": ROPES["longrope"]},
          "its LongRoPE has other frequencies beyond 32 tokens, where its own class computes the cache anew"),
         ("llama", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic' has no fixed list of frequencies"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer"),
@@ -58,7 +52,7 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
     ],
     portable.HOST: [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
-        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are not a geometric ladder from 1"),
+        ("llama", {"rope_parameters": ROPES["llama3"]}, "its RoPE frequencies are not a geometric ladder from 1"),
         ("qwen2", {}, "queries and keys have biases, and the class has none"),
         ("deepseek_v3", {}, "it has a latent already"),
         ("phi", {}, "phi does not have Llama's decoder blocks"),

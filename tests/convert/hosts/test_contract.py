@@ -11,33 +11,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
 import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
-from held import (
-    BEHIND,
-    BEYOND,
-    CLIPPED,
-    DEFAULT,
-    IGNORING,
-    NO_ROPE,
-    NORM_SWITCHES,
-    ONE,
-    YARN,
-    Row,
-    config_of,
-    full,
-    latent_of,
-    said,
-    sized,
-    small,
-    stock,
-)
-from latents import WAYS, method_options, same_logits, tokens, tolerance
+from held import IGNORING, NO_ROPE, Row, config_of, full, latent_of, said, small, stock
+from latents import WAYS, method_options, same_logits, tolerance
 from rows import rows
 from tiny import tiny_config
-from written import Convert, Make, left_nothing, ok, weights
+from tiny_mla import tokens
+from transformers import AutoModelForCausalLM
+from written import Convert, Make, is_a_copy, left_nothing, ok, weights
 
 from attention import load
 from attention.latent import is_absorbed
@@ -62,12 +47,6 @@ Made = Callable[[Row, str], tuple[Path, Path]]
 def bytes_planned(convert: Convert, command: str, source: Path, out: Path, options: Iterable[Any]) -> int:
     planned = json.loads(ok(convert(command, source, out, *options, "--dry-run", "--json")).stdout)
     return int(planned["kv_bytes_per_token_after"])
-
-
-def is_a_copy(after: Path, before: Path) -> None:
-    old, new = weights(before), weights(after)
-    assert old.keys() == new.keys()
-    assert all(torch.equal(old[name], new[name]) for name in old)
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +79,8 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
 OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
-    "all dims": DEFAULT | {"partial_rotary_factor": 1.0},
-    "a quarter": DEFAULT | {"partial_rotary_factor": 0.25},
+    "all dims": held.DEFAULT | {"partial_rotary_factor": 1.0},
+    "a quarter": held.DEFAULT | {"partial_rotary_factor": 0.25},
     "half, linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "all, dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
@@ -120,10 +99,10 @@ def halved(model_type: str) -> Row:
 HEADS: dict[str, Row] = {
     **{name: halved(name) for name, family in FAMILIES.items() if family.has_heads},
     **{f"{name}, behind its norm": Row(name, MODEL_TYPE, changes, 4 if name == "mpt" else 2, FIT, 1e-3)
-       for name, changes in BEHIND.items()},
+       for name, changes in held.BEHIND.items()},
     # GPT-Neo's attention is in fp32.
     **{f"{case}, one head": Row(name, "gpt_bigcode", changes, 1, ("--method", "mean"), 1e-6 if name == "gpt_neo" else 1e-11)
-       for case, (name, changes) in ONE.items()},
+       for case, (name, changes) in held.ONE.items()},
     **{f"gpt_neox, one head, {case}": Row("gpt_neox", "falcon",
        {"use_parallel_residual": False, "rope_parameters": rope, "hidden_size": 128}, 1, (), 1e-5)
        for case, rope in OF_FALCON.items()},
@@ -150,7 +129,7 @@ ELSEWHERE = [name for name, row in HEADS.items() if row.holds != row.model_type]
 
 def exact_logits(path: Path, row: Row) -> torch.Tensor:
     """In fp64 by sdpa, as eager attention has its softmax in fp32; else in fp32."""
-    ids = tokens(24)
+    ids = tokens(2, 24)
     if row.tolerance <= 1e-6:
         return said(stock(path, dtype=torch.float64), ids)
     return said(stock(path, dtype=torch.float32, attn_implementation="eager"), ids)
@@ -171,8 +150,6 @@ def test_equal_heads_merge_without_loss(name: str, made: Made) -> None:
 @pytest.mark.parametrize("name", rows(ELSEWHERE, RUNNING))
 def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Convert, tmp_path: Path) -> None:
     """In another class than the source's, with the cache that the plan says, and saved again."""
-    from transformers import AutoModelForCausalLM
-
     row = HEADS[name]
     source, out = made(row, "heads")
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -182,17 +159,14 @@ def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Conv
     planned = bytes_planned(convert, "gqa", source, tmp_path / "out", ("--groups", row.groups, *options, *kind))
     if "sliding_window" not in row.changes:  # such layers forget
         assert measured_bytes_per_token(model, "float32") == planned
-    ids = tokens(20)
+    ids = tokens(2, 20)
     assert model(ids).past_key_values.layers[-1].keys.shape[1] == row.groups
     decodes_alike(model, ids, static=row.holds != "falcon")
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(said(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), ids), said(model, ids))
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    rows([name for name, family in FAMILIES.items() if family.has_heads], ["llama", "gpt2"]),
-)
+@pytest.mark.parametrize("model_type", rows([name for name, family in FAMILIES.items() if family.has_heads], ["llama", "gpt2"]))
 def test_as_many_groups_as_heads_copies_every_bit(model_type: str, shelf: Make, convert: Convert, tmp_path: Path) -> None:
     source = shelf(model_type)
     heads = heads_of(Row(model_type, model_type))
@@ -228,7 +202,7 @@ def test_heads_behind_a_norm_or_a_clamp_are_a_source(name: str, made: Made, conv
     _, out = made(HEADS[name], "heads")
     assert json.loads((out / "conversion.json").read_text())["recipe"]["gqa"]["class"] == "kvfold"
     ok(convert("mqa", out, tmp_path / "one", "--method", "mean"))
-    assert torch.isfinite(said(stock(tmp_path / "one"), tokens(20))).all()
+    assert torch.isfinite(said(stock(tmp_path / "one"), tokens(2, 20))).all()
 
 
 # ---- a latent --------------------------------------------------------------------------------------------------------
@@ -243,14 +217,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 128},
     "ministral": {"sliding_window": 128, "layer_types": SLIDING},
     "cwm": {"sliding_window": 128, "layer_types": SLIDING},
-    "phi3": {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}},
+    "phi3": {"rope_parameters": held.DEFAULT | {"partial_rotary_factor": 0.75}},
 }
 OF_MINICPM3: dict[str, dict[str, Any]] = {
     "as it is": {},
     "biases": {"attention_bias": True},
     "heads wider than the model": {"head_dim": 12},
     "an embedding scale that is no integer": {"hidden_size": 80},
-    "YaRN": {"rope_parameters": YARN},
+    "YaRN": {"rope_parameters": held.YARN},
     "a head of its own": {"tie_word_embeddings": False},
 }
 
@@ -258,8 +232,8 @@ OF_MINICPM3: dict[str, dict[str, Any]] = {
 WITH_HEADS = [name for name in sorted(LATENT_HOST.families) if FAMILIES[name].has_heads]
 LATENTS: dict[str, Row] = {
     **{case: latent_of(case) for case in WITH_HEADS},
-    **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in NORM_SWITCHES},
-    **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in CLIPPED},
+    **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in held.NORM_SWITCHES},
+    **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in held.CLIPPED},
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
        for name in _LIKE_LLAMA if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
@@ -292,7 +266,7 @@ def test_full_size_gives_the_sources_logits(method: str, name: str, made: Made) 
         assert config["text_config"]["model_type"] == INSIDE.get(row.model_type, row.model_type)
         assert bool(config.get("qk_norm")) == (name.endswith("QK-norm") or row.model_type in ALWAYS_NORMALISED)
         assert config.get("clip_qkv") == (0.5 if name.endswith("clipped") else None)
-    ids = tokens(20)  # beyond the windows and the positions that YARN was made for
+    ids = tokens(2, 20)  # beyond the windows and the positions that YARN was made for
     expected = said(stock(source), ids)
     same_logits(said(stock(out), ids), expected, tolerance(method))
     same_logits(said(load(out, when="always"), ids), expected, tolerance(method))
@@ -309,7 +283,7 @@ def test_small_sizes_run_alike_in_every_way(name: str, made: Made, convert: Conv
     if "sliding_window" not in row.changes:  # such layers forget
         assert planned == 3 * (24 + (0 if row.model_type in NO_ROPE else 4)) * 4
         assert measured_bytes_per_token(absorbed, "float32") == measured_bytes_per_token(plain, "float32") == planned
-    ids = tokens(12)
+    ids = tokens(2, 12)
     expected = said(plain, ids)
     same_logits(said(absorbed, ids), expected)
     eager = load(out, attn_implementation="eager")
@@ -330,7 +304,7 @@ HALVED = ("bloom", "falcon", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mi
 @pytest.mark.parametrize("name", rows(HALVED, ["gpt_neo", "gpt_neox", "mpt"]))
 def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
     source, out = made(LATENTS[name], "bfloat16")
-    ids, dtype = tokens(12), {"dtype": torch.bfloat16}
+    ids, dtype = tokens(2, 12), {"dtype": torch.bfloat16}
     exact, half = said(stock(source), ids), said(stock(source, **dtype), ids)
 
     def error(found: torch.Tensor) -> float:
@@ -350,7 +324,7 @@ SOURCES = [name for name in LATENTS if name not in ("gemma3_text", "olmo3")]
 @pytest.mark.parametrize("name", rows(SOURCES, ["codegen", "mpt, clipped", "gemma as minicpm3, biases"]))
 def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: Path) -> None:
     """Of smaller latents, as the source is; a latent of its own size is a copy."""
-    row, ids = LATENTS[name], tokens(20)
+    row, ids = LATENTS[name], tokens(2, 20)
     source, out = made(row, "svd")
     ok(convert("mla", out, tmp_path / "less", *small(row), "--method", "svd"))
     assert torch.isfinite(said(load(tmp_path / "less"), ids)).all()
@@ -363,7 +337,7 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
         assert sizes[0][key] == sizes[1][key], key
     ok(convert("mla", out, tmp_path / "same", *full(source, row), "--force"))
     is_a_copy(tmp_path / "same", out)
-    more = convert("mla", tmp_path / "less", tmp_path / "more", *sized(59, 0 if row.model_type in NO_ROPE else 4))
+    more = convert("mla", tmp_path / "less", tmp_path / "more", *held.sized(59, 0 if row.model_type in NO_ROPE else 4))
     left_nothing(more, 2, "rank 59 exceeds full size", tmp_path / "more")
     refused = convert("mqa", out, tmp_path / "one")
     left_nothing(refused, 2, "has a latent and no KV heads to merge", tmp_path / "one")
@@ -376,7 +350,7 @@ ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
 
 def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the rows above are about kvfold's class."""
-    for name, changes in BEYOND.items():
+    for name, changes in held.BEYOND.items():
         family = FAMILIES[name].of(tiny_config(name, **changes))
         target = family.spec.latent(8, 2)
         assert all(host.refuses(family, target) for host in (DEEPSEEK, MINICPM3)), name

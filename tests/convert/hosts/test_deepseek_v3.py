@@ -15,8 +15,6 @@ from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST
 from convert.hosts.latent import rope_parameters
 
-# ---- frequencies -----------------------------------------------------------------------------------------------------
-
 
 def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
     """What goes into the config, and what the stock class makes of it."""
@@ -44,8 +42,6 @@ def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]
     rotary = Rotary(frequencies, "half", 1.3, frequencies / 7, 50).select(pairs, "interleaved")
     _, back = written(rotary)
     torch.testing.assert_close(back.frequencies, rotary.frequencies, rtol=1e-6, atol=0)
-    assert back.long_frequencies is not None
-    assert rotary.long_frequencies is not None
     torch.testing.assert_close(back.long_frequencies, rotary.long_frequencies, rtol=1e-6, atol=0)
     assert (back.long_beyond, back.attention_factor) == (50, 1.0)
 

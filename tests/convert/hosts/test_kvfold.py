@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 import torch
 from alike import decodes_alike
 from held import BEHIND, IGNORING
-from latents import same_logits, tokens
+from latents import same_logits
 from rows import rows
-from tiny import SWITCHES, switched, tiny_config
-from written import Convert, Logits, Make, damage, edit, left_nothing, ok, weights
+from safetensors.torch import save_file
+from tiny import ROPES, SWITCHES, switched, tiny_config
+from tiny_mla import tokens
+from transformers import AutoModelForCausalLM
+from written import Convert, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, weights
 
 from attention.errors import Refusal
 from attention.models import CODE, MODEL_TYPE
@@ -64,21 +68,14 @@ def test_a_config_nests_the_sources() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "model_type"),
-    rows(
-        product(("safetensors", "bin"), (*IGNORING, "gptj")),
-        [("safetensors", "opt"), ("bin", "gpt2")],
-    ),
+    rows(product(("safetensors", "bin"), (*IGNORING, "gptj")), [("safetensors", "opt"), ("bin", "gpt2")]),
 )
 def test_a_base_model_that_was_saved_alone_is_read(
     kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     """As GPT-2 is on the Hub: without `transformer.` in the names."""
-    from safetensors.torch import save_file
-
     source, family = checkpoint(model_type), FAMILIES[model_type]
     whole, embedding, head = logits(source), *map(family.names.holding, ("embedding.weight", "head.weight"))
-    assert embedding is not None
-    assert head is not None
     assert embedding.name in weights(source)
     alone = {name.removeprefix(f"{family.base}."): tensor for name, tensor in weights(source).items()}
     if kind == "bin":
@@ -116,9 +113,7 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
 def test_one_kv_head_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint("gpt_bigcode", multi_query=True)
     ok(convert("mqa", source, tmp_path / "same", "--force"))
-    before, after = weights(source), weights(tmp_path / "same")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    is_a_copy(tmp_path / "same", source)
     ok(convert("mla", source, tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
     same_logits(logits(tmp_path / "latent"), logits(source))
 
@@ -137,8 +132,6 @@ def test_embeddings_may_be_narrower_than_the_model(
 def test_windows_inside_attention_are_kept(
     checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     source = checkpoint("gpt_neo", duplicated=2, window_size=7)
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
     config = json.loads((tmp_path / "four" / "config.json").read_text())
@@ -154,7 +147,7 @@ def test_windows_inside_attention_are_kept(
     again = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    decodes_alike(model, tokens(20))
+    decodes_alike(model, tokens(2, 20))
 
 
 @pytest.mark.parametrize(
@@ -185,11 +178,8 @@ def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, changes: d
 def test_what_its_attention_does_not_do_is_refused(
     changed: dict[str, Any], pairing: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
-
     family = FAMILIES["gpt_neox"].of(tiny_config("gpt_neox"))
     traits, rotary = family.traits, family.rotary(0)
-    assert rotary is not None
     monkeypatch.setattr(type(family), "traits", property(lambda _: dataclasses.replace(traits, **changed)))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
     assert message in str(HOST.refuses(family, family.spec.grouped(2)))
@@ -273,18 +263,14 @@ def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(
     checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """As Phi-3's own class does in generation; one forward pass has the frequencies of its length."""
-    from transformers import AutoModelForCausalLM
-
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
-            "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0]}  # fmt: skip
-    source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=rope)
+    source = checkpoint("phi3", original_max_position_embeddings=32, rope_parameters=ROPES["longrope"])
     whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
     ok(convert("mla", source, tmp_path / "out", *whole))
     before, after = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "out"))
-    ids, asked = tokens(25, 1), {"max_new_tokens": 20, "do_sample": False}
+    ids, asked = tokens(1, 25), {"max_new_tokens": 20, "do_sample": False}
     with torch.inference_mode():
         for length in (32, 33, 60):
-            torch.testing.assert_close(after(tokens(length)).logits, before(tokens(length)).logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(after(tokens(2, length)).logits, before(tokens(2, length)).logits, rtol=1e-4, atol=1e-4)
         for cached in (True, False):  # transformers 5.19 itself loses the thread where it computes the cache anew
             said = before.generate(ids, use_cache=cached, **asked)
             assert torch.equal(after.generate(ids, use_cache=cached, **asked), said)

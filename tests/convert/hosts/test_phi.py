@@ -10,7 +10,6 @@ from tiny import VOCABULARY, tiny_config
 from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from convert.families import FAMILIES
-from convert.families.kvfold import KvfoldProjections
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.phi import HOST
 
@@ -30,8 +29,6 @@ def test_a_config_says_what_the_source_does() -> None:
     sized = HOST.sized({}, FAMILIES["gptj"].of(config), target)
     assert FAMILIES["phi"].of(sized).spec == target
     rotary, expected = FAMILIES["phi"].of(sized).rotary(0), FAMILIES["gptj"].of(config).rotary(0)
-    assert rotary is not None
-    assert expected is not None
     assert torch.equal(rotary.frequencies, expected.frequencies)
 
 
@@ -54,9 +51,6 @@ def test_masks_of_old_checkpoints_are_dropped_and_all_else_keeps_its_bits(
         assert not after[f"model.layers.1.self_attn.{name}.bias"].any()
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = edit(checkpoint("gptj"), pad_token_id=VOCABULARY)
     done = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
@@ -69,7 +63,6 @@ def test_kvfolds_class_is_built_around_it() -> None:
     raw = family.config.to_dict() | {"dtype": "bfloat16", "architectures": ["CodeGenForCausalLM"]}
     found = LATENT_HOST.config(raw, family, family.spec.latent(16, 4), family.rotary(0))
     layout = LATENT_HOST.layout(family)
-    assert isinstance(layout, KvfoldProjections)
     assert layout.inner == FAMILIES["phi"]
     assert found["attention_path"] == "model.layers.{layer}.self_attn"
     assert (found["dtype"], found["qkv_bias"], found["scaling"], found["rope_pairs"]) == ("bfloat16", False, 8**-0.5, [0, 1])

@@ -13,7 +13,9 @@ import torch
 from latents import logits_of, stock_module_computes
 from records import factored
 from rows import rows
+from safetensors.torch import load_file, save_file
 from tiny import tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Make, ok, weights
 
 import attention
@@ -125,8 +127,6 @@ SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
 
 
 def logits_on(text: Path, model: Path) -> torch.Tensor:
-    from transformers import AutoTokenizer
-
     return logits_of(model, AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128])
 
 
@@ -156,8 +156,6 @@ def test_a_result_is_deepseeks_own_and_close_to_the_source(
 def test_it_decodes_with_the_latent_alone_and_is_saved_again(
     checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     source = checkpoint(num_hidden_layers=2, tie_word_embeddings=True)
     ok(convert("mla", source, tmp_path / "out", "--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q"))
     assert "MLA-40+8" in ok(convert("inspect", tmp_path / "out")).stdout
@@ -227,8 +225,6 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
     checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
 ) -> None:
     """Embeddings so small that the norm's epsilon leaves tokens of different sizes. A channel without a gain does no harm."""
-    from safetensors.torch import load_file, save_file
-
     source = checkpoint(num_hidden_layers=2, vocab_size=96)
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q")
     file = source / "model.safetensors"

@@ -106,7 +106,6 @@ def test_a_latent_that_its_norm_divides_is_balanced_by_turns_and_gains(biased: b
     assert (attention_output(found, blocks_of(x)) - expected).abs().max() < 1e-5 * expected.abs().max()
     torch.testing.assert_close(found.down.T @ found.down, a.down.T @ a.down, rtol=0, atol=1e-6)  # of one size, for all x
     assert (attention_output(balanced(found, statistics), blocks_of(x)) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert found.gain is not None
     assert torch.equal(found.gain.bfloat16().float(), found.gain)
 
 
@@ -160,7 +159,6 @@ def lopsided(**kind: object) -> Attention:
         if (bias := getattr(a, name)) is not None:
             keys[name] = bias * by
     if a.k_norm is not None:
-        assert a.q_norm is not None
         gains = replace(a.k_norm, gain=a.k_norm.gain * size), replace(a.q_norm, gain=a.q_norm.gain / size)
         keys = {"k_norm": gains[0], "q_norm": gains[1]}  # type: ignore[dict-item]
     bias = None if a.v_bias is None else a.v_bias * large

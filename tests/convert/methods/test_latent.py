@@ -66,7 +66,6 @@ def test_full_size_behind_projections_is_the_same_function(
     norm, clip = form
     a = record(groups, share, pairs, nope, norm=norm, seed=seed)
     behind = a.on_projected_inputs(clip)
-    assert behind.projections is not None
     known = measured_behind(behind.projections, inputs(20)) if text else Statistics.assumed(20).behind(behind.projections)
     kept, dim = every_pair(a) if pairs else (), 2 * pairs + nope
     rotary = None if pairs else Rotary(torch.ones(2, dtype=torch.float64), "half")
@@ -79,7 +78,6 @@ def test_full_size_behind_projections_is_the_same_function(
 @pytest.mark.parametrize("method", LATENT)
 def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follows(method: str) -> None:
     a = record()
-    assert a.rotary is not None
     a = dataclasses.replace(a, rotary=dataclasses.replace(a.rotary, long_frequencies=a.rotary.frequencies / 3, long_beyond=10))
     kept = every_pair(a)
     found = factor(method, a, Allocation(full_rank(a, kept), kept))
@@ -95,7 +93,6 @@ def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follo
 def test_what_no_query_reads_takes_no_rank() -> None:
     """`weighted` weighs keys by queries: of two nope dims of each head, none is lost but those that nothing reads."""
     a = record(groups=2, share=2, pairs=2, nope=4, width=40)
-    assert a.q_bias is not None
     q, q_bias = a.q.clone(), a.q_bias.clone()
     q[:, 4:6], q_bias[:, 4:6] = 0, 0
     a, kept = dataclasses.replace(a, q=q, q_bias=q_bias), every_pair(a)
@@ -185,7 +182,6 @@ def test_a_latent_of_the_sources_size_is_the_same_function(
 def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor) -> Attention:
     """A latent source in which only `pairs` go on rotating, and head h has `share [H, P/2]` of the keys of the others."""
     whole = a.expanded()
-    assert whole.rotary is not None
     first = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in pairs])
     others = [pair for pair in range(len(a.rotary.frequencies)) if pair not in pairs]
     keys, _ = whole.rotary.to_complex(whole.k)
@@ -193,8 +189,6 @@ def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor)
     last = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in others])
     nope = slice(a.rotary.dims, None)
     # A bias of keys that do not rotate cancels in the softmax.
-    assert whole.q_bias is not None
-    assert whole.k_bias is not None
     return dataclasses.replace(
         whole,
         q=torch.cat((whole.q[:, first], whole.q[:, last], whole.q[:, nope]), 1),

@@ -20,9 +20,6 @@ def test_a_real_rotation_cannot_undo_turned_copies() -> None:
     assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept))) > 1e-2
 
 
-# ---- frequency folding -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("fold", [2, 4])
 def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pairing: Pairing) -> None:
@@ -34,9 +31,6 @@ def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pair
     assert loss(a, different) > 1e-2
 
 
-# ---- the published formula -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fold", [1, 2])
 def test_pca_is_the_published_formula(fold: int) -> None:
     """Recomputed in numpy from the formula: the kept key per band, ρ, and the joint subspace."""
@@ -46,7 +40,6 @@ def test_pca_is_the_published_formula(fold: int) -> None:
     found = factor("pca", a, Allocation(rank, kept, fold), x)
 
     k, v = (tensor.double().numpy() for tensor in (a.k, a.v))
-    assert a.k_bias is not None
     bias, rows = a.k_bias.double().numpy(), x.double().flatten(0, 1).numpy()
     second = rows.T @ rows / len(rows)
     rotated, rest, back = [], [], []

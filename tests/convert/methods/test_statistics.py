@@ -83,11 +83,8 @@ def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) ->
     """Drawn as assumed, up to what the norm of each token does: for wide heads it is nearly the same for all."""
     a, gain = record(1, 2, pairs=60, width=300, norm=norm, biased=norm == "layer"), random(300).abs() + 0.5
     projections = a.on_projected_inputs().projections
-    assert projections is not None
     known = Statistics.assumed(300, gain).behind(projections)
     drawn = measured_behind(projections, random(1, 4000, 300, seed=3) * gain)
-    assert known.queries is not None
-    assert drawn.queries is not None
     for found, expected in (
         (known.second, drawn.second), (known.mean, drawn.mean), (known.queries, drawn.queries),
     ):  # fmt: skip
@@ -100,7 +97,6 @@ def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) ->
 def test_without_text_clamped_keys_are_those_of_normal_numbers(clip: float) -> None:
     """What a clamp takes away is what it takes of a normal number that correlates with others."""
     projections = record(1, 2, pairs=10, width=40, biased=False).on_projected_inputs(clip).projections
-    assert projections is not None
     known, x = Statistics.assumed(40), random(1, 4000, 40, seed=3)
     found, drawn = known.behind(projections), measured_behind(projections, x).second
     rows = torch.cat((projections.k, projections.v)).flatten(0, 1).double()

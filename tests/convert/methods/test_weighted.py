@@ -42,7 +42,6 @@ def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
 def test_what_truncation_takes_from_values_on_average_is_a_constant_output() -> None:
     a, x = record(groups=3, width=30, biased=False), inputs(30) + 3 * random(30, seed=5)
     found = factor("weighted", a, Allocation(4, (0, 1, 2)), x)
-    assert found.o_bias is not None
     mean = x.double().flatten(0, 1).mean(0)
     v = a.v.double().repeat_interleave(2, 0)
     expected = torch.einsum("ehd,hd->e", a.o.double(), (v - found.up_v.double() @ found.down.double()) @ mean)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from latents import SMALL
-from written import Convert, Find, Make, edit, ok, read
+from transformers import AutoTokenizer, GPT2Tokenizer
+from written import Convert, Find, Make, edit, ok, read, without_tokenizer
 
 from attention.errors import Failure
 from convert.output import tokenizer
@@ -55,11 +56,7 @@ SAID = "Once upon a  time, there was\nthe end. "
 
 
 def ids(path: Path) -> list[int]:
-    from transformers import AutoTokenizer
-
-    found = AutoTokenizer.from_pretrained(path)(SAID).input_ids
-    assert isinstance(found, list)
-    return found
+    return AutoTokenizer.from_pretrained(path)(SAID).input_ids
 
 
 def class_of(path: Path) -> str:
@@ -82,11 +79,7 @@ def test_a_class_that_only_the_source_gets_is_named(shelf: Make, finished: Find,
 @pytest.mark.parametrize("kept", ["tokenizer.json", "vocab.json"])
 def test_special_tokens_of_a_class_stay(kept: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """GPT-2's tokenizer has an end of text that no file names; it may also have no tokenizer.json."""
-    from transformers import AutoTokenizer, GPT2Tokenizer
-
-    source = checkpoint("gpt2")
-    for file in source.glob("tokenizer*"):
-        file.unlink()
+    source = without_tokenizer(checkpoint("gpt2"))
     vocabulary = {chr(code): code - 33 for code in range(33, 120)} | {"Ġ": 90, "<|endoftext|>": 91}
     if kept == "vocab.json":
         (source / "vocab.json").write_text(json.dumps(vocabulary))
@@ -102,9 +95,7 @@ def test_special_tokens_of_a_class_stay(kept: str, checkpoint: Make, convert: Co
 
 
 def test_a_checkpoint_without_a_tokenizer_needs_none(checkpoint: Make, finished: Find) -> None:
-    source = checkpoint("qwen2")
-    for file in source.glob("tokenizer*"):
-        file.unlink()
+    source = without_tokenizer(checkpoint("qwen2"))
     assert tokenizer_class(Source.parse(str(source)), finished("latent in shards").config) is None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import filelock
 import pytest
-from written import Convert, Make, ok, read, refused
+from written import Convert, Make, ok, raising, read, refused
 
 from attention.errors import Failure
 from convert.output import writing
@@ -91,7 +91,6 @@ def test_a_killed_holder_releases_it(tmp_path: Path) -> None:
     out, command = tmp_path / "parents" / "out", [sys.executable, "-c", HOLDER]
     with subprocess.Popen([*command, str(out)], stdout=subprocess.PIPE, text=True) as holder:
         try:
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             began = time.monotonic()
             told = refusal(out)
@@ -134,11 +133,8 @@ def test_a_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_disk_too_full_for_the_holders_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr("convert.output.lock.os.ftruncate", full)
+        patch.setattr("convert.output.lock.os.ftruncate", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert "No space left on device" in str(refusal(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
     with exclusive(tmp_path / "out"):

@@ -175,7 +175,6 @@ def test_code_of_another_version_is_named(
         elif version != OURS:
             date(result / file.name, version)
     note = unlike_ours(result)
-    assert note is not None
     assert note.startswith(f"kvfold runs its own code, version {OURS}, in place of ")
     assert note.endswith(f"{named} in {result}: that code {said.replace('OUT', str(result))}")
     assert json.loads(ok(convert("inspect", result, "--json")).stdout)["notes"] == [note]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from written import Convert, Make, ok
+from written import Convert, Make, ok, raising
 
 import convert.demo
 from attention.errors import Failure, Interrupted, Refusal
@@ -78,15 +78,7 @@ def make(
         return work.complete({"kvfold": "", "recipe": {}}, "a card")
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def ends() -> None:
-        raise error
-
-    return ends
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
+interrupt = raising(KeyboardInterrupt())
 
 
 def everything_in(path: Path) -> list[str]:
@@ -476,15 +468,12 @@ def test_an_output_around_or_inside_the_source_is_refused(out: str, tmp_path: Pa
     assert any("lie inside each other" in said for said in checked(tmp_path / out, source))
 
 
-# ---- by a command ----------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_that_fails_does_not_lose_the_conversion(
     shelf: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["gqa", shelf(), tmp_path / "out", "--groups", 2, "--method", "mean"]
     with monkeypatch.context() as patch:
-        patch.setattr("convert.output.evaluation.report_of", lambda *_: raising(Refusal("no such device"))())
+        patch.setattr("convert.output.evaluation.report_of", raising(Refusal("no such device")))
         failed = convert(*command, "--evaluate", words)
     assert failed.exit_code == 1
     assert "the conversion is done, its evaluation failed: no such device" in failed.stderr

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import Sources
 from tiny import save_tokenizer, tiny_config
 
 from convert.output.destination import Output
 from eval.inputs.source import Source
-
-Sources = Callable[..., Source]
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plans import factored, grouped
+from plans import Sources, factored, grouped
 from written import Make, damage, edit
 
 from attention.errors import Refusal
@@ -24,7 +23,6 @@ from convert.planning.texts import texts_of
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 
-Sources = Callable[..., Source]
 OWN = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
 SIZE = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
@@ -166,7 +164,6 @@ def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = 
         texts_of([given] if isinstance(given, str) else given, None), **{"tokens": 256, "context": 32} | options
     )
     plan = grouped(Source.parse(str(source)), Output(source.with_name("out")), groups, method=method, text=text)
-    assert plan.calibration is not None
     return plan.inputs(GivenTexts.read(plan.source, plan.calibration).hashes)
 
 

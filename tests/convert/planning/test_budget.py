@@ -10,8 +10,6 @@ from attention.errors import Refusal
 from convert.methods.frequencies import pairs_by_stride
 from convert.planning.budget import FORMATS, ROTARY, fold_of, format_of, layer_ranks, split_budget
 
-# ---- folding ---------------------------------------------------------------------------------------------------------
-
 
 @settings(deadline=None)
 @given(pairs=st.integers(1, 64), kept=st.integers(1, 300))
@@ -21,9 +19,6 @@ def test_the_fold_is_the_smallest_that_deals_out_evenly(pairs: int, kept: int) -
     assert fold == next(f for f in range(1, rotary_dim + 1) if f * rope_dim % rotary_dim == 0)
     counts = [[pair // fold for pair in pairs_by_stride(rope_dim, rotary_dim)].count(band) for band in range(pairs // fold)]
     assert (pairs % fold, len(set(counts))) == (0, 1), "every band has as many rope components"
-
-
-# ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)

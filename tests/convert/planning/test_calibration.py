@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import Sources
 
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
@@ -16,7 +16,6 @@ from convert.planning.calibration import Calibration, CalibrationOptions, Calibr
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
-Sources = Callable[..., Source]
 TEXT = texts_of("some.txt", None)
 # Whether they need text: weighted and aligned use it, pca needs it, svd and mean do without.
 METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
@@ -27,9 +26,6 @@ METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
 def decided(source: Source, method: str = "weighted", **options: Any) -> Calibration | None:
     skips = convertible(source).skips
     return calibration_for(source.max_positions, skips, METHODS[method], CalibrationOptions(**options))
-
-
-# ---- options -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,6 @@ def test_a_models_own_text_is_many_short_ones(
     limit: int, options: dict[str, Any], sizes: tuple[int, int, int], source: Sources
 ) -> None:
     found = decided(source(max_position_embeddings=limit), **options)
-    assert found is not None
     assert (found.tokens, found.context, found.max_context) == sizes
     assert decided(source(max_position_embeddings=limit), "pca", texts=OWN_TEXT).max_context in (512, limit)
 

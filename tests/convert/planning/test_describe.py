@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import factored, grouped
+from plans import Sources, factored, grouped
 from written import Convert, Make, edit, ok, read, weights
 
 from attention.errors import Refusal
@@ -24,8 +23,8 @@ from convert.planning.describe import capacity, inspection, support, support_tex
 from convert.planning.texts import texts_of
 from convert.sweeping import PlannedSweep
 from eval.inputs.source import Source
+from eval.machine.capacity import count_parameters
 
-Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
 
 
@@ -140,8 +139,6 @@ def test_an_engine_sees_what_it_runs(source: Sources) -> None:
 
 
 def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:
-    from eval.machine.capacity import count_parameters
-
     for model_type in ("llama", "deepseek_v3"):
         made = source(model_type)
         assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"][0]["parameters"] == count_parameters(made.config)
@@ -233,9 +230,6 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
             [line] if line else []
         )
         assert plan.as_dict()["steps"][:1] == ([] if groups == 4 else ["aligned"])
-
-
-# ---- by commands ---------------------------------------------------------------------------------------------------
 
 
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from plans import factored, grouped
+from plans import Sources, factored, grouped
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.calibrated import Calibrated
@@ -21,7 +20,6 @@ from convert.planning.positions import limited
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
-Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=32, max_context=32)
 OF = 128  # positions of the source
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, OF, OF + 1, 300)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+from tiny import ROPES, tiny_config
 from tiny_mla import LONGROPE, SIZES
+from transformers import AutoConfig
 
 from attention.errors import Refusal
 from convert.families import FAMILIES
 from eval.inputs.source import Source
 
 Read = Callable[..., Any]
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
 LAYERS = "it must be an integer from 1 to 2,048"
 
 
@@ -112,8 +111,6 @@ def test_json_that_no_config_looks_like_is_refused(text: str, said: str, read: R
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_is_accepted(name: str, read: Read) -> None:
-    from transformers import AutoConfig
-
     for config, use_diff in ((tiny_config(name), True), (AutoConfig.for_model(name), False)):
         found = read(config.to_json_string(use_diff=use_diff))
         assert (found.model_type, found.num_hidden_layers) == (name, config.num_hidden_layers)
@@ -123,7 +120,7 @@ REAL: list[dict[str, Any]] = [
     {"pad_token_id": -1},  # the first Llama checkpoints
     {"pad_token_id": None, "torch_dtype": "float16", "dtype": None, "sliding_window": None, "rope_scaling": None},
     {"rope_parameters": None, "rope_theta": 5e5, "num_key_value_heads": None, "head_dim": None},
-    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    {"rope_parameters": ROPES["llama3"] | {"rope_theta": 5e5}},
     {"rope_parameters": LONGROPE},
     {"kv_lora_rank": None, "qk_rope_head_dim": 0, "v_head_dim": 0},
     {"quantization_config": None, "vision_config": {"num_attention_heads": [1, 2], "hidden_size": 0}},
@@ -140,13 +137,6 @@ def test_what_real_configs_say_is_accepted(read: Read) -> None:
 
 
 def test_infinity_is_read_as_transformers_writes_it(read: Read) -> None:
-    from transformers import AutoConfig
-
     text = AutoConfig.for_model("mamba2").to_json_string(use_diff=False)
     assert '"__float__": "Infinity"' in text
     assert read(text).time_step_limit[1] == math.inf
-
-
-def test_real_checkpoints_are_accepted(shared: Path) -> None:
-    for path in sorted((shared / "checkpoints").glob("*/config.json")):
-        assert Source.parse(str(path.parent)).config.num_hidden_layers

@@ -10,6 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import sentencepiece_style
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from eval.inputs import encoding
 from eval.inputs.encoding import encoded
@@ -21,9 +23,6 @@ ENDS = [" ", " ", " ", "  ", "\n", "\n\n", ", ", " 12.5 ", "é≠😀", "\r\n", 
 
 def byte_level() -> Any:
     """GPT-2's kind of tokenizer: bytes of words that a pattern splits."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

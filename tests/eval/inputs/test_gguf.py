@@ -12,7 +12,9 @@ import gguf
 import pytest
 import torch
 from gguf_files import ARCHITECTURES, model_of, write
+from safetensors import SafetensorError
 from tiny import save_tokenizer
+from transformers import PreTrainedModel
 from written import Convert, ok, refused
 
 from attention.errors import Failure, Refusal
@@ -30,10 +32,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(model: Any) -> torch.Tensor:
-    ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
+        return model(torch.arange(3, 40)[None]).logits
 
 
 def said_by(path: Path) -> torch.Tensor:
@@ -220,9 +220,6 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused(keys: dict[str, int
 
 
 def test_a_disk_that_fills_up_is_named_and_left_empty(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors import SafetensorError
-    from transformers import PreTrainedModel
-
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from tiny import tiny_config, tiny_model
@@ -158,8 +159,6 @@ def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_in_a_repository_of_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     def download(*_: Any, allow_patterns: list[str], **__: Any) -> str:
         return str(tmp_path / ("config" if allow_patterns == ["config.json"] else "whole"))
 
@@ -174,8 +173,6 @@ def test_an_adapter_in_a_repository_of_the_hub_is_refused(tmp_path: Path, monkey
 
 
 def test_a_repository_of_the_hub_is_named_by_its_list_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     files = ["model-q4.gguf", "README.md"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "nothing"))
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: files)

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from tiny import tiny_config
+from transformers import dynamic_module_utils
 
 from attention.errors import Failure, Refusal
 from eval.inputs.source import Source
@@ -136,8 +139,6 @@ class TinyConfig(LlamaConfig):
 @pytest.fixture
 def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where transformers copies a checkpoint's own code to and imports it from; both are undone."""
-    from transformers import dynamic_module_utils
-
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
@@ -152,8 +153,6 @@ def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def test_a_config_of_its_own_class_is_read_when_agreed_to(
     place: str, configured: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
-
     published = Path(configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"}).reference)
     (published / "own.py").write_text(CODE, encoding="utf-8")
     (published / "model.safetensors").write_bytes(b"large")
@@ -230,8 +229,6 @@ def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(
     files: list[str], pickles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pickled weights are downloaded only where there are no others."""
-    import huggingface_hub
-
     asked: list[tuple[str, str | None, list[str]]] = []
 
     def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -251,8 +248,6 @@ def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(
 
 
 def test_of_a_hub_repository_only_what_a_conversion_needs_is_downloaded() -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
     from eval.inputs import source
 
     wanted = [

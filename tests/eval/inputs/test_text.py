@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+from written import raising
 
 from attention.errors import Failure, Refusal
 from eval.inputs.text import Text, Tokens, load_dataset, overlap, read_file, tokenize
@@ -20,16 +23,12 @@ from eval.inputs.text import Text, Tokens, load_dataset, overlap, read_file, tok
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
     """One token a character; adds no BOS."""
-    from transformers import AutoTokenizer
-
     save_tokenizer(tmp_path)
     return AutoTokenizer.from_pretrained(tmp_path)
 
 
 def opened_by(token: str, tokenizer: Any) -> Any:
     """`tokenizer`, made to put `token` before a text."""
-    from tokenizers.processors import TemplateProcessing
-
     identity = tokenizer.convert_tokens_to_ids(token)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token} $A", special_tokens=[(token, identity)])
     return tokenizer
@@ -109,14 +108,11 @@ def test_a_dataset_is_joined_as_papers_join_it(monkeypatch: pytest.MonkeyPatch) 
         asked.append((repository, configuration, split))
         return {"text": ["", " = Title = \n", "Line"]}
 
-    def fail(*arguments: str, **options: str) -> None:
-        raise ConnectionError("no route\n  to host")
-
     module.load_dataset = read  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert load_dataset("wikitext") == Text("wikitext (wikitext-2-raw-v1, test)", "\n\n = Title = \n\n\nLine")
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
-    module.load_dataset = fail  # type: ignore[attr-defined]
+    module.load_dataset = raising(ConnectionError("no route\n  to host"))  # type: ignore[attr-defined]
     with pytest.raises(Failure, match="cannot load the dataset Salesforce/wikitext: no route to host") as caught:
         load_dataset("wikitext")
     assert "--text FILE" in str(caught.value.hint)

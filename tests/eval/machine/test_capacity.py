@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, tiny_model
+from transformers import LlamaConfig
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -86,8 +87,6 @@ def test_parameters_are_those_of_the_real_model(model_type: str, tied: bool) -> 
 
 
 def test_a_7b_model_is_counted_without_being_made() -> None:
-    from transformers import LlamaConfig
-
     llama_2_7b = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
     assert count_parameters(llama_2_7b) == 6_738_415_616
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import random_model, tiny_config, tiny_model
+from transformers import BertConfig, BertLMHeadModel
 
 from attention.encoded_forward import store_encoded
 from attention.errors import Failure
@@ -73,8 +74,6 @@ def test_a_cache_that_holds_something_else_fails_with_both_numbers() -> None:
 
 
 def test_an_encoder_has_no_cache_to_measure() -> None:
-    from transformers import BertConfig, BertLMHeadModel
-
     model = BertLMHeadModel(
         BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32)
     )

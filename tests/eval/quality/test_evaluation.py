@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tiny import VOCABULARY
-from written import Make, damage, edit
+from transformers import AutoModelForCausalLM
+from written import Make, damage, edit, without_tokenizer
 
 from attention.errors import Failure, KvfoldError, Refusal
 from eval.inputs.loading import load, tokens_of
@@ -192,8 +193,7 @@ def test_files_that_lack_or_are_damaged_fail_with_their_model(pair: list[Source]
     forget_weights(pair[1])
     with pytest.raises(Failure, match=f"cannot load {pair[1].reference}: "):
         report_of(pair, TEXT, SHORT)
-    for file in pair[0].files.glob("tokenizer*"):
-        file.unlink()
+    without_tokenizer(pair[0].files)
     with pytest.raises(Failure, match=f"cannot load the tokenizer of {pair[0].reference}: "):
         report_of(pair, TEXT, SHORT)
     few = Source.parse(str(checkpoint(vocab_size=50)))
@@ -219,8 +219,6 @@ def test_only_so_many_tokens_are_evaluated_and_each_context_as_if_alone(pair: li
 def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(
     pair: list[Source], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     whole, asked = AutoModelForCausalLM.from_pretrained, []
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **how: asked.append(how) or whole(*a, **how))
     with load(pair[1], dtype, "cpu") as model:
@@ -243,8 +241,6 @@ PLACEMENTS: dict[str, dict[str, str]] = {
 def test_a_model_spread_by_a_device_map_scores_as_one_in_memory(
     checkpoint: Make, placement: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     source = Source.parse(str(checkpoint(tie_word_embeddings=tied)))
     small = Source.parse(str(checkpoint(name="small", num_key_value_heads=2, tie_word_embeddings=tied)))
     expected = report_of([source, small], TEXT, SHORT)

@@ -6,24 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from eval.inputs.source import Source
 from eval.quality import opened
 from eval.quality.opened import Opened
-
-
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directories from which models are loaded, in order."""
-    seen, load = list[str](), AutoModelForCausalLM.from_pretrained
-
-    def counted(path: Path, **options: object) -> object:
-        seen.append(str(path))
-        return load(path, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
-    return seen
 
 
 def test_a_model_is_loaded_once_until_its_weights_change(checkpoint: Callable[..., Path], loaded: list[str]) -> None:

@@ -33,8 +33,7 @@ def encode(text: str) -> torch.Tensor:
 class Output(dict[str, Any]):
     @property
     def logits(self) -> torch.Tensor:
-        logits: torch.Tensor = self["logits"]
-        return logits
+        return self["logits"]
 
 
 class Copier:
@@ -144,7 +143,6 @@ def test_sequences_end_where_longrope_would_make_the_cache_anew(checkpoint: Call
         str(checkpoint("phi3", rope_parameters=rope, original_max_position_embeddings=256, max_position_embeddings=1024))
     )
     probes = Probes.asked(EvaluationSettings(), [source], Tokens("text", IDS, len(IDS), 1.0, None))
-    assert probes is not None
     assert {len(reading.ids) for reading in probes.readings} == {256}
 
 

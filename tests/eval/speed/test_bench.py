@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, mla_model
-from written import Make
+from written import Make, raising
 
 from attention import absorb
 from attention.errors import Failure, Refusal
@@ -332,7 +332,6 @@ def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source],
     runs, _ = check(pair, SHORT)
     free = runs[0].weight_bytes + 5 * 16 * 1536
     monkeypatch.setattr(bench, "free_memory", lambda device: free)
-    assert pair[0].directory is not None
     (pair[0].directory / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(Failure, match=r"source at batch 6 × context 16 takes .* of KV cache in float32; cpu has") as caught:
         run(pair, replace(SHORT, batches=(1, 6)))
@@ -340,16 +339,11 @@ def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source],
 
 
 def test_memory_that_runs_out_names_batch_and_context(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: Workload) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
-
-    monkeypatch.setattr(Workload, "step", step)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
+    monkeypatch.setattr(Workload, "step", raising(full))
     with pytest.raises(Failure, match=r"for source at batch 2 × context 16 in float32: CUDA out .* 7 GiB$") as caught:
         run(pair, replace(SHORT, batches=(2,)))
     assert "--batch" in str(caught.value.hint)
-
-
-# ---- the report ----------------------------------------------------------------------------------------------------
 
 
 def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -> None:
@@ -364,9 +358,6 @@ def test_the_table_shows_what_a_gpu_adds_and_every_warning(pair: list[Source]) -
     assert text.count("Warning: triton is too old.") == 1
     assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 2, "a row and a line"
     assert all(line.isprintable() for line in text.split("\n"))
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""Methods, fits and surveys with weights on a GPU and statistics from the disk, on fake CUDA tensors."""
+"""Attention, methods, surveys and fits on fake CUDA tensors: weights are on the GPU, and statistics come from the disk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
-from records import factored, inputs, measured, record
+from records import blocks_of, factored, inputs, measured, record, run
 from safetensors.torch import load_file
-from streams import WINDOWS, blocks_of, model_of, stream_of
+from streams import WINDOWS, model_of, stream_of
+from tiny import tiny_config, tiny_model
+from tiny_mla import mla_model, tokens
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import DynamicCache
 
-from attention.record import Attention, Record
+from attention import absorb, pack
+from attention.cache import EncodedLayer
+from attention.formats import FORMATS
+from attention.forward import attention_output, output_error
+from attention.latent import dense_mask
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotary
 from convert import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refit import refitted
@@ -23,8 +32,95 @@ from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.blocks import Blocks
+from convert.methods.distances import attention_by_distance
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+
+FEW = inputs(20, tokens=6, blocks=1)
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+LONG = Rotary(FREQUENCIES, "half", 1.2, FREQUENCIES / 4, 1)
+SEEN: dict[str, Record] = {
+    "GQA, biased": record(),
+    "interleaved, partial": record(nope=3, pairing="interleaved", factor=1.2),
+    "longrope": replace(record(), rotary=LONG),
+    **{f"norm: {norm}": record(nope=2, norm=norm) for norm in ("head", "after", "layer")},
+    "latent, biased": factored(),
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the fake GPU are of a class of their own, like quantised ones, which absorbed decoding leaves alone."""
+    monkeypatch.setattr("attention.latent.is_plain", lambda module: True)
+
+
+@pytest.mark.parametrize("a", SEEN.values(), ids=SEEN)
+def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
+    with fake_gpu():
+        on_gpu, x = to_gpu(a), FEW.to(GPU)
+        blocks = blocks_of(x)
+        assert devices(on_gpu) == {"cuda"}
+        assert devices([attention_output(on_gpu, blocks), run(on_gpu, x)]) == {"cuda"}
+        assert isinstance(output_error(on_gpu, to_gpu(record()), blocks), float)
+        further = on_gpu.expanded() if isinstance(on_gpu, FactoredAttention) else attention_by_distance(on_gpu, blocks)
+        assert devices(further) == {"cuda"}
+
+
+class OnGpu:
+    """A model as if it had been moved, which runs on fake tensors of its weights and buffers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.cache = model, DynamicCache(config=model.config)
+        self.tensors = {name: tensor.to(GPU) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        known = {"past_key_values": self.cache, "attention_mask": None if mask is None else mask.to(GPU)}
+        return torch.func.functional_call(self.model, self.tensors, (ids.to(GPU),), known).logits
+
+
+def decoded(model: OnGpu, masked: bool) -> set[str]:
+    """Where a prefill of four tokens and a step leave logits and the cache."""
+    ids, mask = tokens(2, 5), torch.ones(2, 5, dtype=torch.long) if masked else None
+    found = [model(ids[:, :4], None if mask is None else mask[:, :4]), model(ids[:, 4:], mask)]
+    return devices(found + [part for layer in model.cache.layers for part in (layer.keys, layer.values)])
+
+
+def absorbed(when: Any = "always", **changes: Any) -> Any:
+    return absorb(mla_model(**({"num_hidden_layers": 1} | changes)), when=when, backend="torch")
+
+
+def packed() -> Any:
+    model = tiny_model(tiny_config("llama", num_key_value_heads=2, num_hidden_layers=1))
+    model.set_attn_implementation("sdpa")
+    return pack(model, backend="torch")
+
+
+@pytest.mark.parametrize(
+    ("make", "masked"),
+    [
+        (absorbed, True),
+        (lambda: absorbed(neutral=(), attention="eager"), False),
+        (lambda: absorbed("auto", attention="eager"), True),
+        (packed, True),
+    ],
+    ids=["absorbed", "a norm, eager", "auto, eager", "packed"],
+)
+def test_attention_decodes_on_the_gpu(make: Callable[[], Any], masked: bool) -> None:
+    with fake_gpu():
+        assert decoded(OnGpu(make()), masked) == {"cuda"}
+        assert devices(dense_mask(torch.ones(2, 5, dtype=torch.long).to(GPU), torch.ones(2, 8, 16).to(GPU))) == {"cuda"}
+
+
+@pytest.mark.parametrize(("latent", "form"), [(True, "int4"), (False, "fp8")])
+def test_encoded_caches_are_decoded_on_the_gpu(latent: bool, form: str) -> None:
+    model = absorbed(qk_nope_head_dim=8, v_head_dim=8) if latent else packed()
+    with fake_gpu():
+        moved = OnGpu(model)
+        moved.cache.layers = [EncodedLayer(FORMATS[form], latent)]
+        moved.cache.layer_class_to_replicate = None
+        assert devices([moved(tokens(2, size)) for size in (4, 1, 1)]) == {"cuda"}
+        assert moved.cache.get_seq_length() == 6
+
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
@@ -39,9 +135,6 @@ ALLOCATIONS = [  # folded, with fewer nope dims
     Allocation(5, (0, 2), freqfold=3),
     Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
 ]
-
-
-# ---- methods -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,9 +163,6 @@ def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statist
             assert devices(chosen.factor(to_gpu(GQA), replace(allocation, rotary=rotary), statistics)) == {"cuda"}
 
 
-# ---- surveys -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes cannot be made parameters or outputs of layers by their class, as accelerate and the stream do."""
@@ -92,7 +182,7 @@ def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path: Path) -> None:
     model, seen = model_of("gemma2", num_hidden_layers=2, **WINDOWS), list[torch.Tensor]()
     with fake_gpu():
-        stream = stream_of(model, tmp_path / "spool", blocks_of(2, 6), device=GPU)
+        stream = stream_of(model, tmp_path / "spool", tokens(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
         found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)(1)
         assert devices(found) == {"cpu"}
@@ -105,9 +195,6 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
         assert devices(moments.statistics()) == {"cuda"}
         with pytest.raises(RuntimeError, match=REFUSED):
             Moments(0, stream, attention).see(torch.ones(1, 6, stream.width))
-
-
-# ---- fits ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,9 +227,6 @@ def test_records_are_refitted_on_the_gpu(a: Attention, b: Record, monkeypatch: p
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken along zeros: fakes have no gradients."""
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
-
-
-# ---- whole conversions ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
