@@ -210,39 +210,6 @@ class FactoredAttention:
         moved |= {name: rotary.paired(rows, pairing) for name, rows in queries.items() if rows is not None}
         return replace(self, **moved, rotary=replace(rotary, pairing=pairing))
 
-    def expanded(self) -> Attention:
-        """The same function as multi-head attention, fp32: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`.
-
-        All heads repeat the one rotary key. Methods written for MHA convert latent attention in this form.
-        """
-        import torch
-
-        assert not self.normalised, "its keys and values are not linear"
-        heads, rope = self.q_nope.shape[0], self.q_rope.shape[1]
-        down = self.down.float()
-        nope_bias = torch.zeros_like(self.q_nope[..., 0])
-
-        def joined(rotary: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-            if rotary is None and other is None:
-                return None
-            first = self.q_rope.new_zeros(heads, rope) if rotary is None else rotary.expand(heads, rope)
-            return torch.cat((first.float(), (nope_bias if other is None else other).float()), 1)
-
-        queries = torch.cat((self.q_rope, self.q_nope), 1).float()
-        return Attention(
-            q=queries if self.q_down is None else queries @ self.q_down.float(),
-            k=torch.cat((self.k_rope.float().expand(heads, -1, -1), self.up_k.float() @ down), 1),
-            v=self.up_v.float() @ down,
-            o=self.o.float(),
-            scale=self.scale,
-            rotary=self.rotary,
-            q_bias=joined(self.q_rope_bias, self.q_nope_bias),
-            k_bias=joined(self.k_rope_bias, None),
-            o_bias=self.o_bias,
-            projections=self.projections,
-            scoring=self.scoring,
-        )
-
 
 def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`[B, heads, T, D]`, in the dtype of x."""

@@ -153,7 +153,7 @@ class AttentionSpec:
         if self.kv_lora_rank is not None:
             raise Refusal(
                 f"{self.kind} has a latent and no KV heads to merge",
-                hint="convert the original MHA checkpoint; of its own results, `convert mla` makes a smaller latent",
+                hint="convert the checkpoint that it was made from",
             )
         heads = self.num_kv_heads
         choices = [g for g in range(1, heads + 1) if heads % g == 0]
@@ -168,16 +168,6 @@ class AttentionSpec:
         """Dims of one head's keys: D; with a latent N + P."""
         return self.head_dim if self.kv_lora_rank is None else self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    @property
-    def rotary_keys(self) -> int:
-        """Different keys that a token has at one rotary frequency: one per KV head, or the one beside a latent."""
-        return self.num_kv_heads if self.kv_lora_rank is None else 1
-
-    @property
-    def most_rotary_dims(self) -> int:
-        """The most rotary dims that a latent made from this attention can keep."""
-        return self.num_kv_heads * self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim
-
     def latent(self, kv_lora_rank: int, qk_rope_head_dim: int) -> AttentionSpec:
         """The same attention with a latent of R values and a rotary key of P in place of keys and values.
 
@@ -185,31 +175,18 @@ class AttentionSpec:
         rotates.
 
         Raises:
-            Refusal: P is odd, negative or more than the rotary dims of the keys; R is below 1; or layers have latents of
-                different ranks already.
+            Refusal: P is odd, negative or more than the dims of the keys; R is below 1; or there is a latent already.
         """
-        if self.layer_ranks is not None:
-            raise Refusal(
-                f"its layers have latents of different ranks ({self.kind}), which are not converted again",
-                hint="convert the original checkpoint",
-            )
-        most = self.most_rotary_dims
+        if self.kv_lora_rank is not None:
+            raise Refusal(f"{self.kind} is a latent already", hint="convert the checkpoint that it was made from")
+        most = self.num_kv_heads * self.head_dim
         if qk_rope_head_dim < 0 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
             heads = f"{self.num_kv_heads} KV heads × {self.head_dim}"
-            whole = heads if self.kv_lora_rank is None else f"the {self.qk_rope_head_dim} that the source has"
-            raise Refusal(f"cannot keep {qk_rope_head_dim} rotary dims of {whole}: it must be even and between 2 and {most}")
+            raise Refusal(f"cannot keep {qk_rope_head_dim} rotary dims of {heads}: it must be even and between 2 and {most}")
         if kv_lora_rank < 1:
             raise Refusal(f"a latent of rank {kv_lora_rank} holds nothing: it must be at least 1")
-        kept = self.kv_lora_rank is not None and qk_rope_head_dim == self.qk_rope_head_dim
-        nope = self.qk_nope_head_dim if kept else self.key_dim
-        return replace(
-            self,
-            num_kv_heads=self.num_heads,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            qk_nope_head_dim=nope,
-            layer_ranks=None,
-        )
+        sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "qk_nope_head_dim": self.head_dim}
+        return replace(self, num_kv_heads=self.num_heads, **sizes)
 
     @property
     def ranks(self) -> tuple[int, ...]:

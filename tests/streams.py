@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tiny import tiny_config, tiny_model
 
-from attention.record import Attention, FactoredAttention
+from attention.record import Attention
 from convert.calibration.stream import LayerStream, Weights
 from convert.checkpoint.loading import empty_model
 from convert.families import FAMILIES
@@ -76,7 +76,8 @@ def records_of(model: Any) -> Callable[[int], Attention]:
     def record(layer: int) -> Attention:
         tensors = {name: weights[name] for name in family.of(model.config).shapes(layer)}
         found = family.of(model.config).split(tensors, layer)
-        return found.expanded() if isinstance(found, FactoredAttention) else found
+        assert isinstance(found, Attention)
+        return found
 
     return record
 

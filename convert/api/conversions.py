@@ -75,7 +75,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Liter
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[True]]]) -> PlannedConversion: ...
 @checked
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]]) -> Conversion | PlannedConversion:
-    """Convert a checkpoint to multi-head latent attention, or one that kvfold made to a smaller latent.
+    """Convert a checkpoint to multi-head latent attention.
 
     Args:
         model: Directory, GGUF file or Hub id, with an optional `@revision`.

@@ -42,8 +42,7 @@ def fitted_queries(
         blocks: What the layer reads, fp32.
         sources: What the source's heads make of each.
     """
-    free = _free(before, after)
-    change = torch.cat([_solved(fits, free) for _, fits in _fits(after, blocks, sources)])
+    change = torch.cat([_solved(fits) for _, fits in _fits(after, blocks, sources)])
     return lambda share: _applied(before, after, share * change)
 
 
@@ -172,22 +171,8 @@ class _QueryFit:
         return total
 
 
-def _free(before: Attention, after: Record) -> torch.Tensor:
-    """`[D, N + P]`, ones for the entries of A that the result can hold.
-
-    All of them, but where the result's nope queries are fewer than the source's dims (a smaller latent of a latent): the last
-    ones then, so that only these are mapped onto the latent.
-    """
-    if not isinstance(after, FactoredAttention):
-        return before.q.new_ones(1, 1, dtype=torch.float32)
-    dims, (nope, rank) = before.q.shape[1], after.up_k.shape[1:]
-    free = torch.ones(dims, rank + after.k_rope.shape[0], device=before.q.device)
-    free[: dims - nope, :rank] = 0
-    return free
-
-
-def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
-    """`[h, D, N + P]`, the change of A. Entries that are not `free` stay zero."""
+def _solved(fits: list[_QueryFit]) -> torch.Tensor:
+    """`[h, D, N + P]`, the change of A."""
     moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.queries.shape[1] for fit in fits)
     queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
@@ -199,11 +184,7 @@ def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
     queries = queries / count
     queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
     left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
-    return solved(
-        fits,
-        lambda change: queries @ change * ridge[:, None],
-        lambda residual: free * (left @ (free * residual) @ right),
-    )
+    return solved(fits, lambda change: queries @ change * ridge[:, None], lambda residual: left @ residual @ right)
 
 
 def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
@@ -213,7 +194,7 @@ def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
         maps = change[..., rank:].mT
         return replace(
             after,
-            up_k=after.up_k + change[:, -after.up_k.shape[1] :, :rank],
+            up_k=after.up_k + change[..., :rank],
             q_rope=after.q_rope + maps @ q,
             q_rope_bias=None if bias is None or after.q_rope_bias is None else after.q_rope_bias + _times(maps, bias),
         )

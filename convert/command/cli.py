@@ -159,8 +159,7 @@ def mla(*names: Any, **given: Any) -> Any:
     """Convert MODEL to multi-head latent attention.
 
     Factors its keys and values through a latent of rank R, and keeps a RoPE key of P dims. Writes the result to OUTPUT as
-    DeepSeek-V3 without experts, which stock transformers loads, and caches at that size. A MODEL that kvfold made so gets a
-    smaller latent.
+    DeepSeek-V3 without experts, which stock transformers loads, and caches at that size.
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from attention.record import Attention, FactoredAttention
+from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.checkpoint.writer import require_finite
 from convert.execute.manifest import Manifest
@@ -87,7 +87,7 @@ class Job:
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, layer)
-        record = record.expanded() if isinstance(record, FactoredAttention) else record
+        assert isinstance(record, Attention), "a source has heads"
         return tensors, record.on_projected_inputs(self.plan.family.traits.clip) if self.plan.reads_projections else record
 
     @property

@@ -116,7 +116,7 @@ def loadable_manifest(plan: Plan) -> Manifest:
     """
     source, family, host, spec = plan.source, plan.family, plan.target.host, plan.target.spec
     # Of a decoder inside another model, files and classes name what is around it differently.
-    inside = source.decoder is not source.config and not family.needs_code
+    inside = source.decoder is not source.config
     reader = source.reader(partial(class_names, source.config) if inside else family.renamed)
     _check_attention(family, reader)  # first, since its messages are more specific
     sized = host.sized(source.raw, family, spec)

@@ -78,8 +78,8 @@ def has_other_models(config: Any) -> bool:
 class Family(ABC):
     """How the checkpoints of one model type store its attention; of one config, once it is bound to that (`of`).
 
-    A layout defines `shapes`, `split` and `join`; all else comes from the config, and is overridden where a class differs
-    from Llama. `join(split(x)) == x`, bit for bit.
+    A layout defines `shapes`, `join`, and `split` if it is converted; all else comes from the config, and is overridden where
+    a class differs from Llama. `join(split(x)) == x`, bit for bit.
 
     Attributes:
         model_type: As in config.json.
@@ -152,9 +152,9 @@ class Family(ABC):
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the layer's attention, by its name in the checkpoint."""
 
-    @abstractmethod
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
         """The record of a layer, as views of `tensors`, which have the names that `shapes` gives."""
+        raise AssertionError(f"{self.layout} are not converted again")
 
     @abstractmethod
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
@@ -276,8 +276,6 @@ class Family(ABC):
         If some layers have no RoPE, it is the number of those, whose keys are all in the latent.
         """
         spec = self.spec
-        if spec.kv_lora_rank is not None:
-            return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
         rotary = rope_dim if self.traits.layers_with_rotary == spec.num_layers else 0
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
-from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
-from attention.rope import Rotary, no_rotary
-from attention.scoring import Scoring
+from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
@@ -23,8 +21,6 @@ from convert.families.projections import (
     join_heads,
     join_projections,
     or_zeros,
-    split_factors,
-    split_projections,
 )
 
 if TYPE_CHECKING:
@@ -86,21 +82,6 @@ class KvfoldProjections(Family):
             attention = (KvfoldLatentAttention if self.spec.kv_lora_rank else GroupedAttention)(self.config, layer)
         return {f"{self.module(layer)}.{name}": tuple(tensor.shape) for name, tensor in attention.named_parameters()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Record:
-        prefix, spec, scale, rotary = f"{self.module(layer)}.", self.spec.of_layer(layer), self.scale, self.rotary(layer)
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        names, projections = NAMES, None
-        if self.needs_projections:
-            names, projections = _BEHIND, _projections(local, self.config)
-            local["q_proj.weight"] = local[_OF_HEADS].flatten(0, 1)
-            local.pop("q_proj.bias", None)
-        record: Record
-        if spec.kv_lora_rank:
-            record = split_factors(local, spec, scale, rotary or no_rotary())
-        else:
-            record = split_projections(local, spec.head_dim, scale, rotary, names)
-        return replace(record, projections=projections, scoring=self.scoring(layer))
-
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
         if isinstance(record, Attention):
@@ -114,10 +95,8 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
-        if source.needs_code:
-            return super().dtypes(tensors, source, layer)
         record = source.split(tensors, layer)
-        assert isinstance(record, Attention), "a latent that has no code of ours is in a stock class"
+        assert isinstance(record, Attention), "a source has heads"
         local = {**_join_projected(record), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
         return {f"{self.module(layer)}.{name}": tensor.dtype for name, tensor in local.items() if tensor is not None}
 
@@ -135,11 +114,6 @@ class KvfoldProjections(Family):
         return next(rotary.select(self.config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
     @property
-    def dims_of_heads(self) -> int:
-        projected = _projected(self.config)
-        return 2 * projected.num_kv_heads * projected.head_dim
-
-    @property
     def needs_projections(self) -> bool:
         return self.config.qk_norm is not None or self.config.clip_qkv is not None
 
@@ -147,27 +121,9 @@ class KvfoldProjections(Family):
     def scale(self) -> float:
         return float(self.config.scaling)
 
-    def scoring(self, layer: int) -> Scoring:
-        return self.inner.scoring(layer)
-
-
-def _projected(config: Any) -> AttentionSpec:
-    """The heads that a source with QK-norm or a clamp projects."""
-    heads = AttentionSpec.of_heads(config.text_config)
-    return replace(heads, num_kv_heads=config.projected_kv_heads or heads.num_kv_heads)
-
-
-def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjections:
-    a = split_projections(local, _projected(config).head_dim, 1.0, None)
-    form = NormForm(**config.qk_norm) if config.qk_norm else None
-    q_norm, k_norm = (
-        QKNorm(form, local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
-    )
-    return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
-
 
 def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
-    """Projections and their norms, also of a record that has these itself; the inverse of `_projections`."""
+    """Projections and their norms, also of a record that has these itself."""
     local = join_heads(p)
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
         if norm is not None:

@@ -7,34 +7,29 @@ cache holds.
 
 Queries come from the input, or with biases from a latent of their own, which is the input and constants.
 
-`join` adds the constant channels, and `split` removes them.
+What has a latent is not converted again: `join` writes it, and nothing is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attention import rope
-from attention.errors import Failure
 from attention.record import FactoredAttention, Record
 from attention.rope import Pairing, Rotary
 from attention.spec import AttentionSpec
-from convert.families.base import Family, Traits, decoder_of
+from convert.families.base import Family, Traits
 from convert.families.neutral import (
-    constant_channels,
     constants,
-    is_query_latent,
     join_query_bias,
     level,
     query_latent,
     query_rank,
     query_scale,
-    split_query_bias,
 )
-from convert.families.projections import join_factors, or_zeros, split_factors
+from convert.families.projections import join_factors, or_zeros
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +41,8 @@ _SIZE = 2.0**8  # of latents that are divided by their norm
 class NormalisedLatent(Family):
     """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that has an effect.
 
-    Such models are only counted, and portable results are written so. If queries have a latent, too, `q_a_proj`,
-    `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
+    Portable results are written so, and models that were published so are only counted. If queries have a latent, too,
+    `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
 
     Attributes:
         pairing: Which two dims form a rotary pair (see `Rotary`), unless `rope_interleave` says those of two halves.
@@ -56,9 +51,7 @@ class NormalisedLatent(Family):
     layout: ClassVar[str] = "latent projections"
     has_heads: ClassVar[bool] = False
     shares_heads: bool = field(default=False, kw_only=True)
-    without_latent: str | None = field(
-        default="it has latent attention already, and kvfold makes a smaller latent only of what it wrote itself", kw_only=True
-    )
+    without_latent: str | None = field(default="it has latent attention already", kw_only=True)
     pairing: Pairing
 
     @property
@@ -97,9 +90,6 @@ class NormalisedLatent(Family):
         shapes |= {"o_proj.bias": (width,)} if bias else {}
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> FactoredAttention:
-        raise AssertionError("such attention is not converted")
-
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of a latent that is divided by its norm: `up` undoes RMSNorm's √R. Larger latents hide its epsilon."""
         import torch
@@ -129,57 +119,9 @@ class NormalisedLatent(Family):
 class LatentLayout(NormalisedLatent):
     """The same tensors, with a norm that constants neutralise."""
 
-    without_latent: str | None = field(default=None, kw_only=True)
-
-    def of(self, config: Any) -> Family:
-        """Itself for configs that kvfold writes; for all others, the family of a norm that has an effect."""
-        decoder = decoder_of(config)
-        layers, depth = decoder.num_hidden_layers, math.sqrt(decoder.num_hidden_layers)
-        dense = (getattr(decoder, "first_k_dense_replace", layers) or 0) >= layers
-        written = dense and decoder.attention_bias and getattr(decoder, "rope_interleave", True)
-        unscaled = getattr(decoder, "scale_depth", depth) == depth  # the class scales what layers add by scale_depth / depth
-        queries = decoder.q_lora_rank in (None, query_rank(decoder.hidden_size))
-        if written and unscaled and queries and not (decoder.rope_parameters or {}).get("mscale_all_dim"):
-            return super().of(config)
-        return NormalisedLatent(self.model_type, self.pairing).of(config)
-
     @property
     def traits(self) -> Traits:
         return replace(super().traits, qkv_bias=self.decoder.q_lora_rank is not None)
-
-    def latent_dims(self, rope_dim: int) -> int:
-        rank = self.decoder.kv_lora_rank
-        return rank - len(constants(rank)) + self.decoder.qk_rope_head_dim - rope_dim
-
-    def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> FactoredAttention:
-        """The record of a layer.
-
-        Raises:
-            Failure: The norm of a latent is not neutral.
-        """
-        import torch
-
-        prefix, spec = f"{self.module(layer)}.", self.spec
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        rank, down, bias = self.decoder.kv_lora_rank, local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
-        gain = local["kv_a_layernorm.weight"]
-        constant = constant_channels(gain, down[:rank], bias[:rank])
-        if constant is None:
-            raise self._not_ours(f"the norm of layer {layer}'s latent is not neutral")
-        if bool(bias[:rank][~constant].any()):
-            raise self._not_ours(f"layer {layer}'s latent has a bias beside its constants")
-        if self.decoder.q_lora_rank is not None:
-            if not is_query_latent(local):
-                raise self._not_ours(f"the latent of layer {layer}'s queries is not its input and constants")
-            weight, local["q_proj.bias"] = split_query_bias(local["q_b_proj.weight"], self.decoder.hidden_size)
-            local["q_proj.weight"] = local["q_a_proj.weight"][0, 0] * weight
-        kept = torch.nn.functional.pad(~constant, (0, spec.qk_rope_head_dim), value=True)
-        local |= {
-            "kv_a_proj_with_mqa.weight": down[kept],
-            "kv_a_proj_with_mqa.bias": bias[kept],
-            "kv_b_proj.weight": local["kv_b_proj.weight"][:, ~constant],
-        }
-        return split_factors(local, spec, self.scale, self.rotary(layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch
@@ -207,12 +149,6 @@ class LatentLayout(NormalisedLatent):
             "o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0]),
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
-
-    def _not_ours(self, what: str) -> Failure:
-        return Failure(
-            f"{what}: of {self.model_type} checkpoints with such a config, kvfold reads only those that it wrote",
-            hint="convert the checkpoint that this one was made from",
-        )
 
 
 V3 = NormalisedLatent("deepseek_v3", "interleaved")

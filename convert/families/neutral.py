@@ -136,11 +136,6 @@ def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torc
     return joined
 
 
-def split_query_bias(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `join_query_bias` where the latent is an input of `width` dims, as views: `[n, E]` and `[n]`."""
-    return joined[:, :width], joined[:, -len(query_constants(joined.shape[1]))]
-
-
 def _squares(total: int, count: int) -> list[int] | None:
     """`count` integers whose squares sum to `total`, the first as large as possible; or None."""
     largest = math.isqrt(total)

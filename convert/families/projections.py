@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attention.record import Attention, FactoredAttention, HeadProjections
-from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     import torch
@@ -48,31 +47,8 @@ def join_heads(a: Attention | HeadProjections, names: Sequence[str] = PARTS) -> 
     return local | {f"{name}.bias": rows.flatten() for name, rows in biases if rows is not None}
 
 
-def split_factors(local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary) -> FactoredAttention:
-    """The record of a latent's projections (`{q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}`), as views."""
-    nope, rank, heads = spec.qk_nope_head_dim, local["kv_b_proj.weight"].shape[1], (spec.num_heads, -1)
-    queries, up = (local[f"{name}.weight"].unflatten(0, heads) for name in ("q_proj", "kv_b_proj"))
-    down, k_bias = local["kv_a_proj_with_mqa.weight"], local.get("kv_a_proj_with_mqa.bias")
-    q_bias = local["q_proj.bias"].unflatten(0, heads) if "q_proj.bias" in local else None
-    return FactoredAttention(
-        q_nope=queries[:, :nope],
-        q_rope=queries[:, nope:],
-        k_rope=down[rank:],
-        down=down[:rank],
-        up_k=up[:, :nope],
-        up_v=up[:, nope:],
-        o=local["o_proj.weight"].unflatten(1, heads),
-        scale=scale,
-        rotary=rotary,
-        q_nope_bias=None if q_bias is None else q_bias[:, :nope],
-        q_rope_bias=None if q_bias is None else q_bias[:, nope:],
-        k_rope_bias=None if k_bias is None else k_bias[rank:],
-        o_bias=local.get("o_proj.bias"),
-    )
-
-
 def join_factors(a: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `split_factors`, in a latent of `rank` channels, without biases but those of queries."""
+    """`{q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}` of a latent of `rank` channels, without biases but those of queries."""
     import torch
 
     missing = rank - len(a.down)

@@ -18,7 +18,7 @@ from convert.checkpoint.loading import empty_model
 from convert.families import Family
 from convert.healing.weights import held_parameters
 from convert.output.destination import Output, read_provenance
-from convert.planning.allowed import convertible
+from convert.planning.allowed import trainable
 from convert.planning.base import location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
@@ -239,7 +239,7 @@ def plan_heal(
             raise Refusal("--train lora needs peft, which is not installed", hint="pip install 'kvfold[lora]'")
     elif options.lora_rank is not None:
         raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
-    family = convertible(converted)
+    family = trainable(converted)
     source = teacher or converted.beside(_named_teacher(converted))
     source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:

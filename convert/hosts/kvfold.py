@@ -19,7 +19,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, Family
 from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
-from convert.families.kvfold import KvfoldProjections, around
+from convert.families.kvfold import around
 from convert.hosts.base import Host
 from convert.hosts.phi import HOST as PHI
 
@@ -65,21 +65,18 @@ class Kvfold(Host):
         )
 
     def engines(self, family: Family) -> frozenset[str]:
-        inner = family.inner if isinstance(family, KvfoldProjections) else family
-        run = inner.model_type in self._in_vllm and (family.config is None or _vllm_takes(family))
+        run = family.model_type in self._in_vllm and (family.config is None or _vllm_takes(family))
         return frozenset({"transformers", *(["vllm"] if run else [])})
 
     def layout(self, family: Family) -> Family:
-        if family.needs_code:
-            return family
         stock = _stock(family)
         return around(stock.layout(family) if stock else family)
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
-        traits, inner = family.traits, family.decoder if family.needs_code else family.config
+        traits, config = family.traits, family.config
         behind = family.needs_projections
         if not target.kv_lora_rank:
-            if not family.needs_code and target == family.spec:
+            if target == family.spec:
                 return "no KV heads are shared, and the source's class holds its own"
             if traits.qk_norm and traits.qk_norm.after_rotary:
                 return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
@@ -100,36 +97,31 @@ class Kvfold(Host):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
             return f"it is built around {stock.name}: {reason}"
-        if inner.get_text_config(decoder=True) is not inner or (not family.is_row and has_other_models(inner)):
+        if family.decoder is not config or (not family.is_row and has_other_models(config)):
             return "its decoder is inside another model, and the class holds decoders alone"
-        if inner.model_type not in self.families and (family.is_row or not family.has_heads):
-            return f"it was not made for {inner.model_type} (`convert families` lists the types that it is for)"
-        if not family.has_heads:
-            return "it has a latent already, in a stock class"
+        if config.model_type not in self.families and family.is_row:
+            return f"it was not made for {config.model_type} (`convert families` lists the types that it is for)"
         return None
 
     def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        if family.needs_code:
-            outer, inner = dict(raw), raw["text_config"]
-        else:
-            source = family
-            windows = [source.inner_window(layer) for layer in range(target.num_layers)]
-            if stock := _stock(source):
-                raw = stock.config(raw, source, source.spec, None)
-                family = stock.layout(source).of(config_of(raw))
-            inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
-            outer = {
-                "architectures": ["KvfoldForCausalLM"],
-                "model_type": MODEL_TYPE,
-                "auto_map": AUTO_MAP,
-                **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
-                "tie_word_embeddings": family.config.tie_word_embeddings,
-                "attention_path": family.attention_path,
-                "qkv_bias": source.traits.qkv_bias,
-                "o_bias": source.traits.o_bias,
-                "scaling": source.scale,
-                **({"inner_windows": windows} if any(windows) else {}),
-            }
+        source = family
+        windows = [source.inner_window(layer) for layer in range(target.num_layers)]
+        if stock := _stock(source):
+            raw = stock.config(raw, source, source.spec, None)
+            family = stock.layout(source).of(config_of(raw))
+        inner = {key: value for key, value in raw.items() if key not in (*_OUTER, *source.folded)}
+        outer = {
+            "architectures": ["KvfoldForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "auto_map": AUTO_MAP,
+            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
+            "tie_word_embeddings": family.config.tie_word_embeddings,
+            "attention_path": family.attention_path,
+            "qkv_bias": source.traits.qkv_bias,
+            "o_bias": source.traits.o_bias,
+            "scaling": source.scale,
+            **({"inner_windows": windows} if any(windows) else {}),
+        }
         if target.kv_lora_rank is None:
             inner = {**inner, "num_key_value_heads": target.num_kv_heads}
             return {**outer, **_behind_heads(family), "text_config": inner}
@@ -139,8 +131,6 @@ class Kvfold(Host):
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
-        for key in ("kv_lora_ranks", "unrotated_layers"):
-            outer.pop(key, None)
         return {
             **outer,
             "o_bias": True,
@@ -154,7 +144,7 @@ class Kvfold(Host):
 def _vllm_takes(family: Family) -> bool:
     """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
     limits = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
-    return not limits and rope_objection(family.decoder if family.needs_code else family.config) is None
+    return not limits and rope_objection(family.config) is None
 
 
 def _stock(family: Family) -> Host | None:
@@ -173,8 +163,8 @@ def _kept_projections(family: Family) -> dict[str, Any]:
 
 
 def _behind_heads(family: Family) -> dict[str, Any]:
-    """What shared heads behind a source's projections need to know of it; nothing without these, or of kvfold's own class."""
-    if isinstance(family, KvfoldProjections) or not family.needs_projections:
+    """What shared heads behind a source's projections need to know of it; nothing without these."""
+    if not family.needs_projections:
         return {}
     spec = family.spec
     plain = [layer for layer in range(spec.num_layers) if family.rotary(layer) is None]
@@ -188,17 +178,16 @@ def _behind_heads(family: Family) -> dict[str, Any]:
 
 def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
-    inner = family.inner if isinstance(family, KvfoldProjections) else family
-    source = inner.first_rotary
+    source = family.first_rotary
     if source is None:
         return {"rope_pairs": []}
     if rotary is None:  # only sizes matter
         return {"rope_pairs": [0] * (rope_dim // 2)}
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
-    rotaries = [inner.rotary(layer) for layer in range(inner.decoder.num_hidden_layers)]
+    rotaries = [family.rotary(layer) for layer in range(family.decoder.num_hidden_layers)]
     factors = [each.attention_factor if each else 1.0 for each in rotaries]
-    return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(inner)}
+    return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(family)}
 
 
 def _stride(family: Family) -> dict[str, int]:

@@ -71,7 +71,7 @@ class SourceClass(Host):
 
 
 def _copies(family: Family, target: AttentionSpec) -> bool:
-    return target == family.spec and not family.needs_code
+    return target == family.spec
 
 
 def _changes(family: Family, target: AttentionSpec) -> dict[str, Any]:

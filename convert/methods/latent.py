@@ -31,8 +31,6 @@ class Allocation:
         pairs: For each of the P/2 rotary pairs, the number of the source's frequency that it rotates with.
         freqfold: How many neighbouring frequencies count as one.
         rotary: The model's rotary embedding, for layers that have none themselves.
-        nope_dims: Nope dims of a head; fewer than its dims only where all rotary dims are kept. None for all of them.
-        rotary_keys: Different keys that the source has at one frequency; None for one per KV head.
         ladder: Whether the frequencies have to be a geometric ladder (`convert.methods.frequencies.pairs_on_ladder`).
     """
 
@@ -40,13 +38,7 @@ class Allocation:
     pairs: tuple[int, ...]
     freqfold: int = 1
     rotary: Rotary | None = None
-    nope_dims: int | None = None
-    rotary_keys: int | None = None
     ladder: bool = False
-
-    def nope(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of `rows [heads, D, …]` that belong to the nope dims: the last `nope_dims` of each head."""
-        return rows if self.nope_dims is None else rows[:, rows.shape[1] - self.nope_dims :]
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,7 @@ def share_latent(
         constant = torch.einsum("ehd,hd->e", attention.o.float(), attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
     down = left[:count].T @ (rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1)
-    up_k, up_v = balance * allocation.nope(spread) @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
+    up_k, up_v = balance * spread @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
     up_k, up_v = (up.repeat_interleave(repeats, 0) for up in (up_k, up_v))
     return latent_attention(attention, allocation, rope, down, up_k, up_v, o_bias)
 
@@ -220,7 +212,7 @@ def latent_attention(
     queries, key = rope.queries.float(), rope.key.float()
     biased = attention.k_bias is not None and attention.rotary is not None
     return FactoredAttention(
-        q_nope=allocation.nope(attention.q).float(),
+        q_nope=attention.q.float(),
         q_rope=queries[..., :-1],
         k_rope=key[..., :-1],
         down=down,
@@ -229,7 +221,7 @@ def latent_attention(
         o=attention.o.float(),
         scale=attention.scale,
         rotary=rope.rotary,
-        q_nope_bias=None if attention.q_bias is None else allocation.nope(attention.q_bias).float(),
+        q_nope_bias=None if attention.q_bias is None else attention.q_bias.float(),
         q_rope_bias=None if attention.q_bias is None else queries[..., -1],
         k_rope_bias=key[..., -1] if biased else None,
         o_bias=o_bias,

@@ -53,7 +53,7 @@ def _gram(second: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
     """The frequencies with the most energy."""
-    return pairs_by_loss([shares(lost[:, : allocation.rotary_keys]) for lost in found], count)
+    return pairs_by_loss([shares(lost) for lost in found], count)
 
 
 METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", TextUse.IGNORED, False, losses, allocate, factor)

@@ -38,7 +38,7 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     """The latent attention."""
     statistics = statistics.shrunk(attention.projections).to(attention.k.device)
     rope, rest = _rope_part(attention, allocation, statistics)
-    latent = _Latent.of(attention, allocation, allocation.nope(rest), statistics)
+    latent = _Latent.of(attention, allocation, rest, statistics)
     del rest  # one of the largest tensors here
     if statistics.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
@@ -103,7 +103,7 @@ class _Latent:
     @classmethod
     def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
         repeats = attention.q.shape[0] // attention.num_kv_heads
-        q = allocation.nope(augmented(attention.q, attention.q_bias))
+        q = augmented(attention.q, attention.q_bias)
         weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
         columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
         weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
@@ -172,8 +172,7 @@ def measure(attention: Attention, statistics: Statistics) -> torch.Tensor:
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:
     """The frequencies of the costliest components, or the ladder that holds most of them."""
-    losses = [lost[:, : allocation.rotary_keys] for lost in found]
-    return pairs_on_ladder(losses, count) if allocation.ladder else pairs_by_loss(losses, count)
+    return pairs_on_ladder(found, count) if allocation.ladder else pairs_by_loss(found, count)
 
 
 METHOD = LatentMethod(

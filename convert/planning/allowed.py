@@ -56,8 +56,8 @@ def readable(source: Source) -> Family:
     return family
 
 
-def convertible(source: Source) -> Family:
-    """The family of a source whose weights can be read, too.
+def trainable(source: Source) -> Family:
+    """The family of a checkpoint whose weights can be read, too.
 
     Raises:
         Refusal: As of `readable`; or it is quantised, or says so without reason.
@@ -68,6 +68,22 @@ def convertible(source: Source) -> Family:
     if source.quantisation:
         kind, _ = source.quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(kind))
+    return family
+
+
+def convertible(source: Source) -> Family:
+    """The family of a source that can be converted.
+
+    Raises:
+        Refusal: As of `trainable`; or it has a latent, or kvfold's class.
+    """
+    family = trainable(source)
+    if not family.has_heads or family.needs_code:
+        kind = "latent attention" if family.spec.kv_lora_rank else "kvfold's class"
+        raise Refusal(
+            f"{source.reference} has {kind} already ({family.spec.kind}), and is not converted again",
+            hint="convert the checkpoint that it was made from; `convert heal` trains it, `convert eval` measures it",
+        )
     return family
 
 

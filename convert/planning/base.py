@@ -158,7 +158,7 @@ class Plan(Request):
             return None
         before, found = self.source.calibrated, of
         latent = self.target.spec.kv_lora_rank is not None and not self.target.copies
-        if latent and self.target.spec.qk_rope_head_dim < self.before.rotary_keys * self.rotary.dims:
+        if latent and self.target.spec.qk_rope_head_dim < self.before.num_kv_heads * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
             seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]
             found = found if found < max(seen) else of
@@ -177,8 +177,6 @@ class Plan(Request):
 
     def plain_config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
         """The result's config.json as of `Host.config`, without for how many positions it is calibrated."""
-        if self.target.copies and spec.kv_lora_rank:
-            return dict(self.source.raw)
         rotary = self.rotary.select(pairs, "interleaved") if spec.kv_lora_rank and pairs is not None else None
         return self.target.host.config(self.source.raw, self.family, spec, rotary)
 
@@ -302,8 +300,6 @@ def location_of(source: Source) -> str:
 
 def _nothing_to_change(reference: str, before: AttentionSpec) -> Refusal:
     """Why a copy of a source is not made."""
-    if before.kv_lora_rank:
-        return Refusal(f"{reference} is {before.kind} already", hint="give a smaller size, or copy it with --force")
     heads = before.num_kv_heads
     fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
     step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"

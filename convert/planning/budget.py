@@ -147,12 +147,12 @@ class LatentBounds:
     @property
     def rotary_keys(self) -> int:
         """How many keys may keep one frequency."""
-        return 1 if self.host.portable else self.before.rotary_keys
+        return 1 if self.host.portable else self.before.num_kv_heads
 
     @property
     def most_rotary_dims(self) -> int:
         """The most rotary dims that a latent can keep: those that have RoPE, of all different keys; of one on a ladder."""
-        return min(self.before.most_rotary_dims, self.rotary_keys * self.rotary_dim)
+        return self.rotary_keys * self.rotary_dim
 
     def full_rank(self, rope_dim: int) -> int:
         """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.

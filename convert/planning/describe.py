@@ -114,6 +114,8 @@ def _origin(source: Source) -> dict[str, Any]:
 
 def _carrier(family: Family, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
     """The output class of a kind of target; or None and the reason."""
+    if family.needs_code:
+        return None, "results in kvfold's class are not converted again"
     try:
         target = smallest_latent(family) if kind == "mla" else family.spec.grouped(1)
         return host_of(HOSTS[kind], family, target, engine), None

@@ -30,7 +30,7 @@ def require_held(host: Host, family: Family, method: LatentMethod | None = None)
     Raises:
         Refusal: The twin's logits change, or it does not run.
     """
-    if family.is_row or family.needs_code or host.kind != "kvfold":
+    if family.is_row or host.kind != "kvfold":
         return
     from attention.models.modeling_kvfold import require_decoding
     from convert.families.reading.twin import Twin, near
@@ -59,7 +59,7 @@ def _full_size(host: Host, family: Family, twin: Twin, method: LatentMethod | No
     config, spec, rotary = twin.config, family.spec, family.first_rotary
     pairs = tuple(pair for pair in range(len(rotary.frequencies)) for _ in range(spec.num_kv_heads)) if rotary else ()
     target = spec.latent(family.latent_dims(2 * len(pairs)), 2 * len(pairs)) if method else spec
-    allocation = Allocation(target.kv_lora_rank or 0, pairs, rotary=rotary, nope_dims=target.qk_nope_head_dim)
+    allocation = Allocation(target.kv_lora_rank or 0, pairs, rotary=rotary)
     state, layout = twin.model.state_dict(), host.layout(family)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(spec.num_layers):

@@ -39,12 +39,6 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     """
     source, output = request.source, request.output
     family = convertible(source)
-    if not family.has_heads and family.without_latent:
-        raise Refusal(
-            f"{source.reference} has latent attention already ({family.spec.kind}), and kvfold makes a smaller "
-            "latent only of results of its own",
-            hint="convert a model that caches keys and values, or the original of a portable result",
-        )
     require_proved(family)
     if size.per_layer_ranks and size.pad_rank:
         raise Refusal(

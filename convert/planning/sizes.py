@@ -76,7 +76,7 @@ class Sizing(LatentBounds):
         rank, rope_dim = self._numbers(form)
         spec, full = self._spec(rank, rope_dim), self.full_rank(rope_dim)
         padded = size.pad_rank or (size.kv_lora_rank is None and self.engine is not None and bool(self.engine.latents))
-        used = self._channels(rank, rope_dim, any_rank=padded or spec == self.before)
+        used = self._channels(rank, rope_dim, any_rank=padded)
         if self.host.portable and form.classes:
             raise Refusal(
                 f"a portable result cannot be made for {form.name}: its norm reads all channels, so that none may have fewer "
@@ -97,12 +97,6 @@ class Sizing(LatentBounds):
             ranks=ranks,
             cache_dtype=cache_dtype,
         )
-        if spec == self.before and target.rounding is not None:
-            raise Refusal(
-                f"{self.source.reference} is {spec.kind} already: a conversion to that size copies it, for any cache",
-                hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {cache_dtype}`, or "
-                "give a smaller size",
-            )
         return replace(target, notes=(*self._notes(target), *([self._format_note(target)] if by_rule else ())))
 
     @property
@@ -247,10 +241,6 @@ class Sizing(LatentBounds):
     def _notes(self, target: LatentTarget) -> Iterator[str]:
         """What the user should know of a target."""
         spec, ranks, host, source = target.spec, target.ranks, self.host, self.source
-        if target.copies:
-            copied = "every tensor is copied bit for bit, unchanged"
-            yield f"{spec.kind} is what the source has" + (f": {copied}" if self.dtype == source.dtype else "")
-            return
         rank = spec.kv_lora_rank or 0
         if ranks:
             yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"

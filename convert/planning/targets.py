@@ -114,8 +114,6 @@ class LatentTarget(_Target):
             (),
             self.freqfold,
             rotary,
-            nope_dims=self.spec.qk_nope_head_dim,
-            rotary_keys=self.before.rotary_keys,
             ladder=self.host.portable,
         )
 

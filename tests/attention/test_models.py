@@ -28,6 +28,7 @@ from attention.models.configuration_kvfold import KvfoldConfig
 from attention.scoring import Scoring
 from convert.families import FAMILIES
 from convert.families.kvfold import around
+from convert.families.projections import split_projections
 
 LENGTH = 30
 PATHS = {
@@ -93,7 +94,7 @@ def attentions(model: Any) -> list[Any]:
 def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention: str) -> None:
     model_type, changes = WAYS[way]
     model = own_model(model_type, kv_heads, attention, **changes)
-    family = around(FAMILIES[model_type])
+    family = around(FAMILIES[model_type]).of(model.config)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in attentions(model):
         module.register_forward_hook(
@@ -103,11 +104,12 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
     with torch.inference_mode():
         model(tokens(2, LENGTH))
         for layer, (x, out) in enumerate(calls):
-            tensors = {name: model.state_dict()[name] for name in family.of(model.config).shapes(layer)}
-            record = family.of(model.config).split(tensors, layer)
+            tensors = {name: model.state_dict()[name] for name in family.shapes(layer)}
+            local = {name.removeprefix(f"{family.module(layer)}."): tensor for name, tensor in tensors.items()}
+            record = split_projections(local, family.spec.head_dim, family.scale, family.rotary(layer))
             windowed = replace(record, scoring=Scoring(window=WINDOWS[layer])) if "windows" in changes else record
             assert error(out, grouped_attention(x, windowed)) < 3e-6
-            back = family.join(record, family.of(model.config).spec, layer)
+            back = family.join(record, family.spec, layer)
             assert back.keys() == tensors.keys()
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 

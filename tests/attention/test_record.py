@@ -1,58 +1,16 @@
-"""Records in other forms: latent attention as multi-head attention, and QK-norm in projections. Both are the same function."""
+"""Records in another form: QK-norm in projections is the same function."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import blocks_of, factored, inputs, loss, record
+from records import factored, inputs, loss, record
 
-from attention.forward import attention_output
-from attention.record import FactoredAttention
 from attention.rope import Pairing
 
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
-BIASES = ("q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias")
-
-
-def only(a: FactoredAttention, *names: str) -> FactoredAttention:
-    """With these of its biases alone."""
-    return dataclasses.replace(a, **dict.fromkeys(set(BIASES) - set(names)))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    heads=st.integers(1, 4), dim=st.integers(1, 6), pairs=st.integers(1, 4), rank=st.integers(1, 12), value=st.integers(1, 7),
-    width=st.integers(1, 20), biases=st.sets(st.sampled_from(BIASES)), seed=st.integers(0, 99),
-    pairing=st.sampled_from(["half", "interleaved"]),
-)  # fmt: skip
-def test_expanded_attention_is_the_same_function(
-    heads: int, dim: int, pairs: int, rank: int, value: int, width: int, biases: set[str], seed: int, pairing: Pairing
-) -> None:
-    a = only(factored(heads, dim, pairs, rank, width, True, seed, pairing, value), *biases)
-    found = a.expanded()
-    assert found.q.shape == found.k.shape == (heads, 2 * pairs + dim, width)
-    assert found.v.shape == (heads, value, width)
-    assert found.o.shape == (width, heads, value)
-    assert loss(a, found, inputs(width)) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_expanded_attention_is_in_fp32_whatever_it_is_stored_in(dtype: torch.dtype) -> None:
-    a = factored(value=5)
-    stored = dataclasses.replace(
-        a, **{name: value.to(dtype) for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-    )
-    found = stored.expanded()
-    assert {tensor.dtype for tensor in (found.q, found.k, found.v, found.o, found.q_bias, found.k_bias)} == {torch.float32}
-    x = inputs(20)
-    torch.testing.assert_close(
-        attention_output(found, blocks_of(x)), attention_output(stored, blocks_of(x)), rtol=1e-4, atol=1e-4
-    )
-    assert loss(stored, found) < 1e-5
 
 
 @pytest.mark.parametrize("norm", ["shared", "head", "all", "layer"])

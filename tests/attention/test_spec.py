@@ -142,31 +142,22 @@ def test_a_latent_is_counted_by_rank_and_rotary_dims() -> None:
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 96, "v_head_dim": 128}
     spec = AttentionSpec.from_config(tiny_config("deepseek_v3", num_key_value_heads=8, **latent))
     assert spec == AttentionSpec(3, 8, 8, 128, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=96)
-    assert (spec.key_dim, spec.rotary_keys, spec.most_rotary_dims) == (160, 1, 64)
+    assert spec.key_dim == 160
     assert spec.kind == "MLA-512+64"
     assert spec.bytes_per_token("bfloat16") == 3 * (512 + 64) * 2
 
 
-def test_a_latent_made_smaller_keeps_the_dims_of_its_queries() -> None:
-    whole = AttentionSpec(4, 8, 2, 16)
-    assert (whole.key_dim, whole.rotary_keys, whole.most_rotary_dims) == (16, 2, 32)
-    source = whole.latent(40, 8)
-    assert (source.kind, source.num_kv_heads, source.values_per_token) == ("MLA-40+8", 8, 4 * 48)
-    assert (source.qk_nope_head_dim, source.key_dim, source.head_dim) == (16, 24, 16)
-    assert source.latent(40, 8) == source, "the same size is the same attention"
-    assert source.latent(20, 8).qk_nope_head_dim == 16, "nothing that rotates is given up"
-    fewer = source.latent(20, 6)
-    assert (fewer.kind, fewer.qk_nope_head_dim, fewer.head_dim) == ("MLA-20+6", 24, 16), "what does not rotate any more is nope"
-    with pytest.raises(Refusal, match="cannot keep 10 rotary dims of the 8 that the source has: it must be even and between 2"):
-        source.latent(20, 10)
+def test_a_latent_keeps_the_dims_of_its_queries() -> None:
+    latent = AttentionSpec(4, 8, 2, 16).latent(40, 8)
+    assert (latent.kind, latent.num_kv_heads, latent.values_per_token) == ("MLA-40+8", 8, 4 * 48)
+    assert (latent.qk_nope_head_dim, latent.key_dim, latent.head_dim) == (16, 24, 16)
     with pytest.raises(Refusal, match="MLA-40\\+8 has a latent and no KV heads to merge"):
-        source.grouped(1)
+        latent.grouped(1)
 
 
 def test_where_nothing_rotates_there_is_no_rotary_key() -> None:
     spec = AttentionSpec(4, 8, 8, 16).latent(40, 0)
     assert (spec.kind, spec.key_dim, spec.qk_nope_head_dim, spec.values_per_token) == ("MLA-40+0", 16, 16, 160)
-    assert spec.latent(8, 0) == AttentionSpec(4, 8, 8, 16).latent(8, 0)
 
 
 @pytest.mark.parametrize("rope", [7, 34, -2])

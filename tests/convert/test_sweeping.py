@@ -124,7 +124,6 @@ DRY: dict[str, tuple[str, list[Any], list[str]]] = {
         *NAMES[:6], *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
     ]),
     "no class for a latent": ("hunyuan_v1_dense", [], NAMES[:6]),
-    "a latent, which an eighth is too little for": ("deepseek_v3", ["--no-text"], ["mla-25%-weighted", "mla-25%-svd"]),
     "a target that is named twice": ("llama", ["--groups", "2,2", "--methods", "mean"], ["gqa-2-mean"]),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def require_proved(family: Family) -> None:
     Raises:
         Refusal: The twin's attention computes something else than the row says.
     """
-    if family.needs_code or not family.is_row or {*family.traits.unmodelled} - {CLIP}:
+    if not family.is_row or {*family.traits.unmodelled} - {CLIP}:
         return  # the last: the row itself says that its class does more
     config = family.config
     odd: list[str] = []

@@ -18,7 +18,6 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.families.base import Family, decoder_of
 from convert.families.heads import Projections
-from convert.families.latent import LatentLayout
 from convert.families.reading.found import Found
 from convert.families.reading.search import Search, Unexplained, Unread
 from convert.families.reading.twin import OTHER, Twin, disproof, kinds, mixes_otherwise
@@ -55,10 +54,10 @@ def _found(config: Any) -> Family:
         twin = Twin(config)
         spec, calls = AttentionSpec.from_config(twin.config), twin.calls()
     family = _inside(config, twin)
-    if isinstance(family, LatentLayout):
+    if family is not None and not family.has_heads:
         return family
     if spec.kv_lora_rank is not None:
-        raise Unread(f"it is a published model with latent attention ({spec.kind}), of which kvfold makes no smaller latent")
+        raise Unread(f"it is a published model with latent attention ({spec.kind}), which is not converted again")
     if (family := family or _like_a_row(config, twin)) is None:
         family = Search(twin, spec, calls).family(config)
         if wrong := disproof(family, twin):
@@ -111,7 +110,7 @@ def _inside(config: Any, twin: Twin) -> Family | None:
         return None
     path = next(path for path, module in twin.model.named_modules() if module is twin.model.get_decoder())
     family = FAMILIES[decoder.model_type].of(decoder).inside(path, config)
-    if isinstance(family, LatentLayout):  # as kvfold writes it; random weights do not have its constants
+    if not family.has_heads:  # nothing of it is read
         return family
     with contextlib.suppress(Exception):  # a stray field, which another family knows better
         return family if disproof(family, twin) is None else None

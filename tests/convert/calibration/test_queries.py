@@ -6,17 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from records import block_of, blocks_of, factored, loss, measured, random, record
+from records import block_of, blocks_of, random, record
 from refitting import X, changed, latent, merged, met, refitted_queries
 
 from attention.forward import Jacobian, heads_of, output_error
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from attention.rope import Pairing
 from convert.calibration import queries
 from convert.calibration.least_squares import TOKENS, fitted_spans
 from convert.calibration.queries import _together
-from convert.methods import load_latent
-from convert.methods.latent import Allocation
 
 
 def perturbed_heads(count: int, dim: int, seed: int = 3) -> torch.Tensor:
@@ -34,51 +32,6 @@ def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, p
     assert output_error(a, spoilt, blocks_of(X)) > 1e-3
     assert output_error(a, fitted, blocks_of(X)) < 0.05 * output_error(a, spoilt, blocks_of(X))
     assert changed(fitted, spoilt) == ({"q", "q_bias"} if biased else {"q"})
-
-
-def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:
-    """A latent made of a latent: nope keys keep their dims, and get those that do not rotate any more."""
-    nope = a.q_nope.shape[1] + (0 if len(pairs) == len(a.rotary.frequencies) else a.rotary.dims)
-    size = Allocation(rank, pairs, rotary=a.rotary, nope_dims=nope, rotary_keys=1)
-    return load_latent(method).factor(a.expanded(), size, measured(X))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(biased: bool) -> None:
-    """What can be absorbed into it is restored: the rope queries are spoilt by all dims, the latent's by nope dims alone."""
-    a = factored(4, 6, 2, 9, 20, biased)
-    source, whole = a.expanded(), smaller(a, 9, (0, 1))
-    assert whole.q_nope.shape[1] < source.q.shape[1]
-    assert loss(a, whole, X) < 1e-5
-    assert loss(a, refitted_queries(source, whole, X), X) < 1e-5, "what is exact stays exact"
-    maps, every = perturbed_heads(4, 4), 0.05 * random(4, 4, 10, seed=4) * whole.q_rope.norm() / a.q_rope.norm()
-    spoilt = dataclasses.replace(
-        whole, q_rope=maps @ whole.q_rope + every @ source.q, up_k=perturbed_heads(4, 6, 4) @ whole.up_k
-    )
-    if biased:
-        bias = maps @ whole.q_rope_bias[..., None] + every @ source.q_bias[..., None]
-        spoilt = dataclasses.replace(spoilt, q_rope_bias=bias[..., 0])
-    fitted = refitted_queries(source, refitted_queries(source, spoilt, X), X)  # the weights of a fit follow the result
-    assert output_error(source, spoilt, blocks_of(X)) > 1e-3
-    assert output_error(source, fitted, blocks_of(X)) < 0.05 * output_error(source, spoilt, blocks_of(X))
-    assert fitted.up_k.shape == whole.up_k.shape
-    assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
-
-
-def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
-    """The change is what least squares give for the nope queries alone: rope queries of the source are no regressors."""
-    a = factored(2, 4, 2, 6, 20)
-    source, whole = a.expanded(), smaller(a, 6, (0, 1))
-    spoilt = dataclasses.replace(whole, up_k=perturbed_heads(2, 4, 4) @ whole.up_k)
-    for head in range(2):
-        fits = fits_of(source, spoilt, slice(head, head + 1))
-        change = queries._solved(fits, queries._free(source, spoilt))[0]
-        assert change.shape == (8, 6 + 4)
-        assert not change[:4, :6].any()
-        assert change[4:, :6].abs().min() > 0
-        assert change[:, 6:].abs().min() > 0
-        unbound = queries._solved(fits, torch.ones(1, 1))[0]
-        assert unbound[:4, :6].abs().min() > 0, "it would be used if it could"
 
 
 # ---- the objective ---------------------------------------------------------------------------------------------------

@@ -82,9 +82,6 @@ def test_a_copy_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -
     ok(convert("gqa", source, out, "--groups", 4, "--force", "--dry-run"))
     one = checkpoint(name="one", num_key_value_heads=1)
     assert "hint: make a latent of it with `convert mla`, or copy it with --force" in convert("mqa", one, tmp_path / "b").stderr
-    latent = checkpoint("deepseek_v3")
-    again = convert("mla", latent, tmp_path / "c", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8)
-    assert "is MLA-16+8 already" in again.stderr
 
 
 def test_a_latent_without_a_size_takes_half_of_the_cache(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -13,16 +13,17 @@ import torch
 from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import grouped_attention, latent_attention
+from reference import grouped_attention
 from rows import REPRESENTATIVES, rows
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
-from attention.record import Attention
 from convert.calibration.stream import positioned
 from convert.families import FAMILIES, Family
 from convert.families.rows import ROWS
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
+
+HEADS = [name for name, family in FAMILIES.items() if family.has_heads]  # a latent is not converted again
 
 # Layouts in which one model type stores its heads in several ways, with how many KV heads share the query heads of each.
 LAYOUTS: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -57,8 +58,7 @@ def any_size(data: st.DataObject, model_type: str) -> Any:
     return tiny_config(model_type, **{switch: data.draw(st.booleans(), switch) for switch in SWITCHES}, **layout, **sizes)
 
 
-# Tensors of a latent have to be what kvfold writes, or to have a norm: tests/convert/families has a file for either.
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.has_heads])
+@pytest.mark.parametrize("model_type", HEADS)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> None:
@@ -136,12 +136,12 @@ def computes_what_the_class_computes(found: Seen) -> None:
     for layer, (x, out) in enumerate(zip(found.inputs, found.outputs, strict=True)):
         record = family.split(layer_tensors(model, family, layer), layer)
         with torch.inference_mode():
-            ours = grouped_attention(x, record) if isinstance(record, Attention) else latent_attention(x, record)
+            ours = grouped_attention(x, record)
         assert (ours - out).norm() / out.norm() < 3e-6, f"layer {layer}"
 
 
 @pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", HEADS)
 def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) -> None:
     computes_what_the_class_computes(seen(model_type, on))
 
@@ -157,7 +157,7 @@ FALCON: list[tuple[str, dict[str, Any]]] = [  # its blocks and norms differ, too
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1}),
 ]
 SETTINGS = [
-    *((model_type, WINDOWED) for model_type in FAMILIES),  # classes without windows ignore the fields
+    *((model_type, WINDOWED) for model_type in HEADS),  # classes without windows ignore the fields
     *((model_type, STRAY) for model_type in ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")),
     *((model_type, CAPPED) for model_type in ("gemma2", "vaultgemma")),
     ("bloom", {"apply_residual_connection_post_layernorm": True}),
@@ -187,7 +187,7 @@ def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
     assert named == there
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", HEADS)
 def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None:
     model, family = seen(model_type)[:2]
     for layer in range(model.config.num_hidden_layers):

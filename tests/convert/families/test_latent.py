@@ -1,4 +1,4 @@
-"""Latent projections: the norm switched off for every rank, read again bit for bit, refused where it does something."""
+"""Latent projections: the norm switched off for every rank, told from one that does something; published ones are counted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 from found_types import LATENTS, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latents import stock_module_computes
 from records import factored
 from rows import rows
-from tiny import NORMED, ROPES, layer_tensors, random_model, saved, tiny_config, tiny_model
+from tiny import NORMED, ROPES, random_model, tiny_config
 from written import Convert, left_nothing, ok, refused
 
-from attention.errors import Failure, Refusal
+from attention.errors import Refusal
 from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.families.latent import NormalisedLatent
-from convert.families.neutral import constants, latent_size, level, query_rank
+from convert.families.neutral import constant_channels, constants, latent_size, level, query_rank
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
 from convert.hosts.deepseek_v3 import HOST
@@ -149,79 +149,24 @@ def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bo
     return dataclasses.replace(a, **query, rotary=rotary, scale=spec.key_dim**-0.5)
 
 
-def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.float32, **of: Any) -> dict[str, torch.Tensor]:
-    """The tensors of layer 1, as they are stored."""
-    written = FAMILY.join(layer_of(config, channels, **of), FAMILY.of(config).spec, 1)
-    return {name: tensor.to(dtype) for name, tensor in written.items()}
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     rank=st.integers(3, 40), heads=st.integers(1, 4), nope=st.integers(1, 7), pairs=st.integers(1, 4), value=st.integers(1, 7),
-    width=st.integers(1, 24), padding=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    biased=st.booleans(), query_biases=st.booleans(), seed=st.integers(0, 99),
+    width=st.integers(1, 24), padding=st.integers(0, 3), biased=st.booleans(), query_biases=st.booleans(),
+    scale=st.sampled_from([1.0, 3.0]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_what_was_written_is_read_and_written_again_bit_for_bit(
-    rank: int, pairs: int, padding: int, dtype: torch.dtype, biased: bool, seed: int, **sizes: int
+def test_what_is_joined_computes_the_record_in_the_stock_module(
+    rank: int, pairs: int, padding: int, biased: bool, scale: float, seed: int, **sizes: int
 ) -> None:
     config = sized(rank, rope=2 * pairs, **sizes)
-    channels = max(1, rank - len(constants(rank)) - padding)
-    written = joined(config, channels, dtype, seed=seed, biased=biased)
-    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == FAMILY.of(config).shapes(1)
-    found = FAMILY.of(config).split(written, 1)
-    assert found.down.shape == (rank - len(constants(rank)), config.hidden_size), (
-        "no constants, but channels of zeros if there are any"
-    )
-    again = FAMILY.join(found, FAMILY.of(config).spec, 1)
-    assert again.keys() == written.keys()
-    for name, tensor in written.items():
-        assert again[name].dtype == dtype
-        assert torch.equal(again[name], tensor), name
+    a = layer_of(config, max(1, rank - len(constants(rank)) - padding), seed=seed, biased=biased)
+    a = dataclasses.replace(a, scale=scale * a.scale)
+    written = FAMILY.join(a, FAMILY.of(config).spec, 0)
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == FAMILY.of(config).shapes(0)
+    stock_module_computes(config, written, a)
 
 
-@pytest.mark.parametrize("query_biases", [False, True])
-def test_a_record_comes_back_as_it_was_joined(query_biases: bool) -> None:
-    config = sized(16, query_biases=query_biases)
-    a = layer_of(config)
-    found = FAMILY.of(config).split(FAMILY.join(a, FAMILY.of(config).spec, 1), 1)
-    for field in dataclasses.fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(getattr(found, field.name), value), field.name
-    assert found.scale == a.scale
-    assert torch.equal(found.rotary.frequencies, a.rotary.frequencies)
-    assert found.rotary.pairing == "interleaved"
-
-
-def test_a_scale_of_another_kind_goes_into_the_queries() -> None:
-    config = sized(16)
-    a = layer_of(config)
-    found = FAMILY.of(config).split(FAMILY.join(dataclasses.replace(a, scale=3 * a.scale), FAMILY.of(config).spec, 0), 0)
-    assert found.scale == a.scale
-    torch.testing.assert_close(found.q_nope, 3 * a.q_nope)
-    torch.testing.assert_close(found.q_rope, 3 * a.q_rope)
-
-
-def test_a_split_copies_no_projection_that_is_stored_alone() -> None:
-    config = sized(16)
-    written = joined(config)
-    found = FAMILY.of(config).split(written, 1)
-    for part, name in ((found.q_nope, "q_proj"), (found.o, "o_proj")):
-        assert part.data_ptr() == written[f"model.layers.1.self_attn.{name}.weight"].data_ptr()
-
-
-def test_a_constant_may_be_any_channel() -> None:
-    """Those of the tiny models come first."""
-    model = tiny_model(tiny_config("deepseek_v3"))
-    found = FAMILY.of(model.config).split(layer_tensors(model, FAMILY, 2), 2)
-    own = model.model.layers[2].self_attn
-    count = len(constants(16))
-    assert torch.equal(found.down, own.kv_a_proj_with_mqa.weight[count:16])
-    assert torch.equal(found.k_rope, own.kv_a_proj_with_mqa.weight[16:])
-    assert torch.equal(found.up_v.flatten(0, 1)[:10], own.kv_b_proj.weight[12:22, count:])
-
-
-# ---- what is not read ------------------------------------------------------------------------------------------------
+# ---- which norms do nothing ------------------------------------------------------------------------------------------
 
 NORM, DOWN, BIAS = "kv_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"
 Tensors = dict[str, torch.Tensor]
@@ -274,53 +219,16 @@ DOES_SOMETHING: dict[str, Callable[[Tensors], None]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", DOES_SOMETHING)
-def test_a_norm_that_does_something_is_no_checkpoint_of_ours(what: str, dtype: torch.dtype) -> None:
-    config = sized(16)
-    prefix = "model.layers.1.self_attn."
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in joined(config, dtype=dtype).items()}
-    FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
+def test_a_norm_that_does_something_is_told_from_one_that_does_nothing(what: str, dtype: torch.dtype) -> None:
+    written = FAMILY.join(layer_of(sized(16)), FAMILY.of(sized(16)).spec, 1)
+    tensors = {name.removeprefix("model.layers.1.self_attn."): tensor.to(dtype) for name, tensor in written.items()}
+    found = constant_channels(tensors[NORM], tensors[DOWN][:16], tensors[BIAS][:16])
+    assert found.tolist() == [False] * 15 + [True]
     DOES_SOMETHING[what](tensors)
-    with pytest.raises(Failure, match="the norm of layer 1's latent is not neutral") as caught:
-        FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
-    assert "\n" not in str(caught.value)
-    assert caught.value.hint == "convert the checkpoint that this one was made from"
-
-
-def test_a_latent_with_a_bias_is_not_read() -> None:
-    config, prefix = sized(16), "model.layers.1.self_attn."
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in joined(config).items()}
-    _set(BIAS, 3, 0.1)(tensors)
-    with pytest.raises(Failure, match="layer 1's latent has a bias beside its constants"):
-        FAMILY.of(config).split({prefix + name: tensor for name, tensor in tensors.items()}, 1)
+    assert constant_channels(tensors[NORM], tensors[DOWN][:16], tensors[BIAS][:16]) is None
 
 
 YARN = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
-OTHERS: dict[str, list[dict[str, Any]]] = {
-    "deepseek_v3": [
-        {"q_lora_rank": 12}, {"q_lora_rank": 64}, {"first_k_dense_replace": 2}, {"first_k_dense_replace": None},
-        {"attention_bias": False}, {"rope_interleave": False}, {"rope_parameters": YARN},
-    ],
-    "minicpm3": [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("model_type", "changes"), [(name, changes) for name, rows in OTHERS.items() for changes in rows])
-def test_configs_that_kvfold_does_not_write_have_norms_that_do_something(model_type: str, changes: dict[str, Any]) -> None:
-    family = FAMILIES[model_type]
-    for written in ({}, {"q_lora_rank": query_rank(64)}):
-        assert family.of(tiny_config(model_type, **written)) == family
-    assert family.of(tiny_config(model_type, **changes)) == NormalisedLatent(model_type, family.pairing)
-
-
-@pytest.mark.parametrize("name", ["q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight"])
-def test_queries_of_another_latent_are_not_read(name: str) -> None:
-    config = sized(16, query_biases=True)
-    assert FAMILY.of(tiny_config("deepseek_v3", q_lora_rank=80)).unreadable is None
-    tensors = joined(config)
-    FAMILY.of(config).split(tensors, 1)
-    tensors[f"model.layers.1.self_attn.{name}"].view(-1)[3] += 1
-    with pytest.raises(Failure, match="the latent of layer 1's queries is not its input and constants"):
-        FAMILY.of(config).split(tensors, 1)
 
 
 # ---- what the config says --------------------------------------------------------------------------------------------
@@ -336,12 +244,6 @@ def test_a_config_is_described_by_its_latent() -> None:
     assert (described["qkv_bias"], described["o_bias"], described["softmax_scale"]) == (False, True, 14**-0.5)
     rotary = FAMILY.of(config).rotary(0)
     assert torch.equal(rotary.frequencies, from_config(config, 8).frequencies)
-
-
-@pytest.mark.parametrize(("rope", "dims"), [(8, 15), (6, 17), (2, 21)])
-def test_a_smaller_latent_is_made_of_the_latent_and_of_what_does_not_rotate_any_more(rope: int, dims: int) -> None:
-    assert FAMILY.of(sized(16)).latent_dims(rope) == dims
-    assert FAMILY.of(sized(19)).latent_dims(rope) == 17 + 8 - rope, "two constants"
 
 
 # ---- published latent attention: counted as the class has it, and refused by every conversion in one line --------------
@@ -360,7 +262,6 @@ def test_its_tensors_are_those_of_the_class(case: str) -> None:
     model_type, changes = CASES[case]
     model = random_model(tiny_config(model_type, **changes))
     family = family_for(model.config)
-    assert type(family) is NormalisedLatent
     prefix = f"{family.module(1)}."
     there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     assert family.of(model.config).shapes(1) == there
@@ -378,8 +279,8 @@ def test_it_is_counted_and_not_converted(case: str, convert: Convert, tmp_path: 
     rows = json.loads(ok(convert("plan", source, "--json")).stdout)["targets"]
     assert [row["kind"] for row in rows] == ["MLA-16+8"]
     result = convert("mla", source, out, "--kv-lora-rank", 8, "--qk-rope-head-dim", 8)
-    left_nothing(result, 2, "has latent attention already (MLA-16+8), and kvfold makes a smaller latent only of", out)
-    refused(convert("mqa", source, out), 2, "has a latent and no KV heads to merge")
+    left_nothing(result, 2, "has latent attention already (MLA-16+8), and is not converted again", out)
+    refused(convert("mqa", source, out), 2, "has latent attention already (MLA-16+8), and is not converted again")
 
 
 @pytest.mark.parametrize("model_type", rows(LATENTS, LATENTS[:1]))
@@ -397,10 +298,3 @@ def test_an_unknown_type_is_refused_by_its_latent() -> None:
     config.model_type = "another"
     with pytest.raises(Refusal, match=r"it is a published model with latent attention \(MLA-16\+8\)"):
         find(config)
-
-
-def test_a_portable_result_is_not_made_smaller(tmp_path: Any, convert: Convert) -> None:
-    source = saved(random_model(tiny_config("deepseek_v3", attention_bias=False)), tmp_path / "source")
-    result = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
-    left_nothing(result, 2, "makes a smaller latent only of results of its own", tmp_path / "out")
-    assert "the original of a portable result" in result.stderr

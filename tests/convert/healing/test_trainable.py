@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from records import factored
 from reference import latent_attention
 from tiny import random_model, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
@@ -85,38 +87,30 @@ def test_queries_that_carry_biases_keep_their_latent() -> None:
     assert still["q_a_layernorm.weight"].all()
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # the family looks whether the norm is neutral
 def test_gradients_through_a_neutral_norm_are_the_references() -> None:
     """The reference has no norm, and no constants. The class computes cosines, norms and softmax in fp32."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-    model = latent_model().double()
-    attention, config = model.model.layers[0].self_attn, model.config
+    model = random_model(tiny_config("deepseek_v3")).double()
+    attention, config, family = model.model.layers[0].self_attn, model.config, family_of("deepseek_v3").of(model.config)
+    spec, channels = family.spec, config.kv_lora_rank - len(constants(config.kv_lora_rank))
+    a = factored(spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim // 2, channels, 64, value=spec.head_dim)
+    a = dataclasses.replace(a, q_nope_bias=None, q_rope_bias=None, rotary=family.rotary(0), scale=family.scale)
+    leaves = {name: x.double().requires_grad_() for name, x in vars(a).items() if isinstance(x, torch.Tensor)}
+    record = dataclasses.replace(a, **leaves)
+    written = {name.removeprefix(LAYER): tensor for name, tensor in family.join(record, spec, 0).items()}
+    attention.load_state_dict({name: tensor.detach() for name, tensor in written.items()})
     x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     mask = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     direction = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     out = attention(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(6)[None]), mask)[0]
     (out * direction).sum().backward()
-    found = {name: p.grad for name, p in attention.named_parameters()}
-
-    family = family_of("deepseek_v3").of(config)
-    leaves = {name: p.detach().clone().requires_grad_(True) for name, p in attention.named_parameters()}
-    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, 0)
-    (latent_attention(x, record) * direction).sum().backward()
-    masks = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
-    for name, gradient in found.items():
-        still = masks.get(name, torch.zeros_like(gradient, dtype=torch.bool))
-        expected = leaves[name].grad
-        if bool(still.all()) or expected is None:
-            continue
-        largest = float(expected.masked_fill(still, 0).abs().max())
-        torch.testing.assert_close(
-            gradient.masked_fill(still, 0),
-            expected.masked_fill(still, 0),
-            rtol=0,
-            atol=1e-5 * largest,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    made = {name: tensor for name, tensor in written.items() if tensor.requires_grad}
+    pulls = [attention.get_parameter(name).grad for name in made]
+    found = torch.autograd.grad(list(made.values()), list(leaves.values()), pulls, retain_graph=True)
+    expected = torch.autograd.grad((latent_attention(x, record) * direction).sum(), list(leaves.values()))
+    for name, one, other in zip(leaves, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "biogpt", "xglm", "gpt_neox", "falcon"])

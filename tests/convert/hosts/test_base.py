@@ -54,7 +54,6 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
         ("llama", {"rope_parameters": ROPES["llama3"]}, "its RoPE frequencies are not a geometric ladder from 1"),
         ("qwen2", {}, "queries and keys have biases, and the class has none"),
-        ("deepseek_v3", {}, "it has a latent already"),
         ("phi", {}, "phi does not have Llama's decoder blocks"),
         ("llama", {"mlp_bias": True}, "the MLP has biases"),
         ("llama", {"hidden_act": "gelu"}, "the MLP's activation is gelu, and engines' own classes compute SiLU"),

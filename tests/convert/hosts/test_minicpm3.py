@@ -12,7 +12,6 @@ from tiny import tiny_config
 from written import Convert, Make, ok, weights
 
 from convert.families import family_of
-from convert.families.latent import LatentLayout
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -33,4 +32,3 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
 def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:
     family = family_of("minicpm3")
     assert family.of(tiny_config("minicpm3")).traits.adds_output
-    assert not isinstance(family.of(tiny_config("minicpm3", scale_depth=1.4)), LatentLayout), "such a model is only counted"

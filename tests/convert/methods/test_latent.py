@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from records import blocks_of, factored, inputs, loss, measured, measured_behind, random, record, run
 
 from attention.forward import attention_output
-from attention.record import Attention, FactoredAttention
+from attention.record import Attention
 from attention.rope import Pairing, Rotary
 from convert.methods import LATENT, load_latent
 from convert.methods.components import RopeKeys
@@ -147,47 +147,24 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen[-1] < 1e-5
 
 
-# ---- from latent attention -----------------------------------------------------------------------------------------
-
-ALL = (0, 1, 2)  # frequencies of the sources
+# ---- of one key at each frequency ------------------------------------------------------------------------------------
 
 
-def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...] = ALL) -> Allocation:
-    """What a latent source is brought to: nope keys as they are, with the dims that do not rotate any more before them."""
-    dims = a.q_nope.shape[1] + (0 if len(pairs) == len(a.rotary.frequencies) else a.rotary.dims)
-    return Allocation(rank, pairs, rotary=a.rotary, nope_dims=dims, rotary_keys=1)
+def one_key(pairs: int) -> Attention:
+    """Four heads with the same keys and values."""
+    one = record(4, 1, pairs=pairs, nope=6, width=40, pairing="interleaved")
+    same = {name: getattr(one, name)[:1].expand_as(getattr(one, name)) for name in ("k", "v", "k_bias", "v_bias")}
+    return dataclasses.replace(one, **same)
 
 
-@pytest.mark.parametrize("method", LATENT)
-@settings(max_examples=10, deadline=None)
-@given(
-    heads=st.integers(1, 4), dim=st.integers(1, 6), pairs=st.integers(1, 4), rank=st.integers(1, 9), value=st.integers(1, 7),
-    width=st.integers(3, 30), biased=st.booleans(), text=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_a_latent_of_the_sources_size_is_the_same_function(
-    method: str, heads: int, dim: int, pairs: int, rank: int, value: int, width: int, biased: bool, text: bool, seed: int
-) -> None:
-    rank = min(rank, width, heads * (dim + value))
-    a = factored(heads, dim, pairs, rank, width, biased, seed, value=value)
-    known = measured(inputs(width)) if text else Statistics.assumed(width)
-    found = load_latent(method).factor(a.expanded(), smaller(a, rank, tuple(range(pairs))), known)
-    assert found.q_nope.shape == a.q_nope.shape
-    assert found.up_k.shape == (heads, dim, rank)
-    assert found.up_v.shape == (heads, value, rank)
-    assert found.k_rope.shape == (2 * pairs, width)
-    assert torch.equal(found.rotary.frequencies, a.rotary.frequencies)
-    assert loss(a, found, inputs(width)) < 1e-5
-
-
-def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor) -> Attention:
-    """A latent source in which only `pairs` go on rotating, and head h has `share [H, P/2]` of the keys of the others."""
-    whole = a.expanded()
+def unrotated(whole: Attention, pairs: tuple[int, ...], share: torch.Tensor) -> Attention:
+    """A source in which only `pairs` go on rotating, and KV head g has `share [G, P/2]` of the keys of the others."""
     first = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in pairs])
-    others = [pair for pair in range(len(a.rotary.frequencies)) if pair not in pairs]
+    others = [pair for pair in range(len(whole.rotary.frequencies)) if pair not in pairs]
     keys, _ = whole.rotary.to_complex(whole.k)
     scaled = whole.rotary.from_complex(keys * share.to(keys.dtype)[..., None])
     last = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in others])
-    nope = slice(a.rotary.dims, None)
+    nope = slice(whole.rotary.dims, None)
     # A bias of keys that do not rotate cancels in the softmax.
     return dataclasses.replace(
         whole,
@@ -202,37 +179,19 @@ def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor)
 @pytest.mark.parametrize("pairs", [(1,), (0, 2)], ids=str)
 @pytest.mark.parametrize("method", LATENT)
 def test_fewer_rotary_dims_lose_what_not_rotating_loses_and_nothing_else(method: str, pairs: tuple[int, ...]) -> None:
-    """At full rank: true channels, and the dims that do not rotate any more."""
-    a, x = factored(4, 6, 3, 12, 40, value=5), inputs(40)
-    source, rank = a.expanded(), 12 + 2 * (3 - len(pairs))
-    found = factor(method, source, smaller(a, rank, pairs))
-    assert found.q_nope.shape[1] == 6 + 6, "all dims of the source's queries"
+    """At full rank: nope dims, those that do not rotate any more, and values."""
+    a, x = one_key(3), inputs(40)
+    rank = 6 + 12 + 2 * (3 - len(pairs))
     share = torch.ones(4, 3, dtype=torch.complex128)
     if method == "weighted":  # the mean over the distances at which a head attends
-        share = RopeKeys.of(source, measured(x)).phase
+        share = RopeKeys.of(a, measured(x)).phase
         assert (share.abs() < 0.9).any(), "there is something to be weighed"
     expected = unrotated(a, pairs, share)
-    assert loss(expected, found, x) < 1e-5
+    lost = [loss(expected, factor(method, a, Allocation(less, pairs)), x) for less in (rank // 4, rank // 2, rank - 1, rank)]
     assert loss(a, expected, x) > 1e-2, "not rotating loses something"
-    lost = [
-        loss(expected, factor(method, source, smaller(a, less, pairs)), x) for less in (rank // 4, rank // 2, rank - 1, rank)
-    ]
     assert lost == sorted(lost, reverse=True)
     assert lost[-2] > 1e-3
-
-
-@pytest.mark.parametrize("method", LATENT)
-def test_one_key_at_each_frequency_has_one_component(method: str) -> None:
-    """Its other components are nothing but rounding, which is more than what a dead frequency loses, or one of zero."""
-    how = load_latent(method)
-    a = factored(4, 6, 4, 12, 40, biased=False)
-    rotary = Rotary(torch.tensor([1.3, 0.0, 0.2, 0.0], dtype=torch.float64), "interleaved")
-    alive = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1])[:, None]
-    source, known = dataclasses.replace(a, rotary=rotary, k_rope=a.k_rope * alive).expanded(), measured(inputs(40))
-    found = [how.measure(source, known)] if how.measure else []
-    for count in range(1, 5):
-        pairs = how.allocate(found, count, smaller(a, 12))
-        assert len(set(pairs)) == count, pairs
+    assert lost[-1] < 1e-5
 
 
 # ---- whatever comes ------------------------------------------------------------------------------------------------

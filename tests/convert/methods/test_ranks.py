@@ -175,7 +175,7 @@ def test_such_a_result_keeps_its_ranks_and_is_not_converted_again(
     out, healed = tmp_path / "out", tmp_path / "healed"
     ok(convert("mla", checkpoint("llama"), out, *RANKED, "--qk-rope-head-dim", 4, *on, "--refine", 2))
     given = ["--kv-lora-rank", 4, "--qk-rope-head-dim", 2]
-    refused(convert("mla", out, tmp_path / "smaller", *given), 2, "have latents of different ranks")
+    refused(convert("mla", out, tmp_path / "smaller", *given), 2, "has latent attention already")
     facts = json.loads(ok(convert("inspect", out, "--json")).stdout)
     provenance = read(out / "conversion.json")
     assert facts["attention"] == provenance["kind"]

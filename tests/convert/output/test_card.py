@@ -83,13 +83,6 @@ def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int
     assert (f"llama.cpp stores the cache in {stored}" in remarks) == blocks
 
 
-def test_a_source_with_a_latent_is_counted_as_it_is_cached(finished: Find, convert: Convert, tmp_path: Path) -> None:
-    full, size = finished("whole latent").path, ["--kv-lora-rank", 12, "--qk-rope-head-dim", 4, "--method", "svd"]
-    ok(convert("mla", full, tmp_path / "out", *size))
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| cached values per token and layer | 65 | 12 of the latent, 4 of the RoPE key |" in card
-
-
 @pytest.mark.parametrize(
     ("front", "licence"),
     [

@@ -70,7 +70,7 @@ def test_a_source_with_a_latent_is_inspected(source: Sources) -> None:
         "kv_lora_rank": 16, "qk_nope_head_dim": 12, "groups_possible": [], "kv_bytes_per_token": 3 * 24 * 4,
     }  # fmt: skip
     assert found.items() >= expected.items()
-    assert found["output_classes"]["mla"] == "deepseek_v3, loads in transformers"
+    assert found["output_classes"]["mla"] == "none (MLA-16+8 is a latent already)"
     assert (
         found["output_classes"]["gqa"]
         == found["output_classes"]["mqa"]
@@ -80,9 +80,8 @@ def test_a_source_with_a_latent_is_inspected(source: Sources) -> None:
     assert rows["kv heads"] == rows["groups possible"] == "none"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
-def test_what_each_target_takes(model_type: str, source: Sources) -> None:
-    made = source(model_type)
+def test_what_each_target_takes(source: Sources) -> None:
+    made = source()
     found = capacity(made, "bfloat16", 2, 100, ROOM, 0.9)
     assert json.loads(json.dumps(found)) == found
     first, *others = found["targets"]
@@ -169,11 +168,11 @@ def test_support_has_a_row_for_each_family_and_a_reason_for_each_gap() -> None:
 
 
 def test_plans_in_words(source: Sources, output: Output) -> None:
-    latent = factored(source("deepseek_v3"), Output(output.path, "bfloat16"), kv_lora_rank=12, qk_rope_head_dim=8)
+    latent = factored(source(), Output(output.path, "bfloat16"), kv_lora_rank=12, qk_rope_head_dim=8)
     text = str(PlannedConversion(latent)).splitlines()
-    assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
+    assert text[0] == "GQA-4 → MLA-12+8, method svd (singular vectors of the weights alone)"
     assert text[1] == "steps: svd → scale → cast to bfloat16"
-    assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
+    assert text[2] == "KV cache: 768 → 120 bytes per token (15.6%, kept in bfloat16, was float32)"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
     heads = grouped(source(), output)
     assert str(Conversion(heads, {})).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"

@@ -1,4 +1,4 @@
-"""Plans of MLA: sizes, budgets and what exceeds full size, of sources with KV heads and of sources with a latent."""
+"""Plans of MLA: sizes, budgets and what exceeds full size."""
 
 from __future__ import annotations
 
@@ -87,45 +87,7 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
     assert (inexact in found.notes) == (fold > 1)
 
 
-# ---- sources with a latent -----------------------------------------------------------------------------------------
-
-
-def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> None:
-    made = source("deepseek_v3")  # MLA-16+8
-    for method, text in (("svd", None), ("weighted", TEXT), ("pca", TEXT)):
-        plan = factored(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
-        assert plan.target.copies
-        assert plan.target.spec == plan.before == AttentionSpec(3, 8, 8, 10, 16, 8, 12)
-        assert plan.calibration is None
-        assert plan.applied_method is None
-        expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
-        assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
-        assert plan.plain_config(plan.target.spec, None) == made.raw
-
-
-@pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
-def test_a_smaller_latent_is_planned_like_any_other(
-    rank: int, rope: int, nope: int, full: int, source: Sources, output: Output
-) -> None:
-    made = source("deepseek_v3")
-    plan = factored(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
-    found = plan.target
-    assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
-    family = family_of("deepseek_v3").of(made.config)
-    assert LatentBounds(made, family, HOST).full_rank(rope) == full
-    assert found.channels == min(full, rank - HOST.reserved(rank))
-    assert not found.copies
-    config = plan.plain_config(found.spec, range(rope // 2))
-    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: float, source: Sources, output: Output) -> None:
-    spec = target(source("deepseek_v3"), output, "weighted", TEXT, budget=share).spec
-    assert spec.bytes_per_token("float32") <= share * 288
-    assert spec.qk_rope_head_dim <= 8
-    assert spec.qk_nope_head_dim == (12 if spec.qk_rope_head_dim == 8 else 20)
-
+# ---- sizes of an engine ----------------------------------------------------------------------------------------------
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # caches 1,024 numbers
 
@@ -230,12 +192,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("mpt", {"attn_config": {"clip_qkv": -1.0}}, {"kv_lora_rank": 16}, "attn_config.clip_qkv is -1.0"),
     ("gpt2", {}, SMALL, "has no RoPE, so it has no RoPE key of 8 dims"),
     ("gpt2", {}, {"kv_lora_rank": 65}, "rank 65 exceeds full size"),
-    ("deepseek_v3", {}, {"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of"),
-    ("deepseek_v3", {}, {"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and"),
-    ("deepseek_v3", {}, {"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and"),
-    ("deepseek_v3", {}, {"budget": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
-    ("deepseek_v3", {}, {"budget": 47}, "the least is 48 bytes per token in float32"),
-    ("deepseek_v3", {}, SMALL | {"cache_dtype": "int8"}, "is MLA-16+8 already"),
     *(("deepseek_v3", changes, {"kv_lora_rank": 12, "qk_rope_head_dim": 8}, "has latent attention already (MLA-16+8)")
       for changes in ({"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False})),
 ]  # fmt: skip

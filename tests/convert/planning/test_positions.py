@@ -156,14 +156,3 @@ def test_the_longest_context_counts_and_without_text_the_assumed_one(source: Sou
     assert planned(made, output, CalibrationOptions(texts_of("self", None))).calibrated is None
     assert planned(made, output, CalibrationOptions(no_text=True)).calibrated == Calibrated(2048, 4096, 2048)
     assert planned(made, output, skipping, "pca", qk_rope_head_dim=8).calibrated == Calibrated(32, 4096, 32)
-
-
-def test_a_latent_made_of_a_latent_is_calibrated_for_no_more(source: Sources, output: Output) -> None:
-    made = source("deepseek_v3", calibrated_positions=16, source_positions=128, max_position_embeddings=16)
-    smaller = CalibrationOptions(texts_of("some.txt", None), tokens=512, context=8)
-    assert planned(made, output, replace(smaller, max_context=8), kv_lora_rank=8).calibrated == Calibrated(8, 128, 8)
-    assert planned(made, output, smaller, kv_lora_rank=8).calibrated == Calibrated(16, 128, 16)
-    assert planned(made, output, smaller, kv_lora_rank=8, qk_rope_head_dim=8).calibrated == Calibrated(16, 128, 16)
-    copied = planned(made, output, smaller, kv_lora_rank=16, qk_rope_head_dim=8)
-    assert copied.target.copies
-    assert copied.config(copied.target.spec, None) == made.raw
