@@ -45,7 +45,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
     plan, work, source, target = job.plan, job.work, job.plan.source, job.plan.target
     try:
         shards = job.manifest.shards(plan.output.max_shard_size)
-        needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
+        needed = sum(unit.nbytes for name, shard in shards.items() if work.recall(name) is None for unit in shard)
         work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
         statistics = job.assumed
@@ -117,13 +117,13 @@ def _write_weights(
     notes: list[dict[str, Any]] = []
     with stage(progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
-            note = work.done(name)
+            note = work.recall(name)
             if note is not None:
                 done(sum(unit.nbytes for unit in shard))
             else:
                 tensors, note = _fill(manifest.reader, shard, make_layer)
                 dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
+                work.remember(name, note, {name: write_shard(work.path / name, tensors, dtypes, done)})
             notes += note
     if len(shards) > 1:
         contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}

@@ -15,7 +15,6 @@ from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from eval.inputs.reader import Reader
-from eval.inputs.sealed import checksum
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.quality.opened import Opened
@@ -59,8 +58,8 @@ def heal_result(
         )
     if not tokens:
         return None
-    if (found := work.recall(_COURSE)) and all(checksum(work.path / name) == hash_ for name, hash_ in found["files"].items()):
-        return dict(found["course"])
+    if course := work.recall(_COURSE):
+        return dict(course)
     calibrated = _blocks(text, plan.calibration.context, context)
     judged = None if unseen is None else _blocks(unseen, plan.calibration.context, context)
     if (count := len(calibrated.ids) // context) < _LEAST_BLOCKS:
@@ -109,12 +108,12 @@ def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress,
     if outcome.weights:
         work.remember(_WRITING, True)
         for file, hash_ in write_files(work.path, reader, outcome.weights, progress):
-            work.note(file, work.done(file), hash_)
+            work.remember(file, work.recall(file), {file: hash_})
             files[file] = hash_
         with opened(plan.converted, "float32", place(plan)) as student:
             student.requires_grad_(False).zero_grad()  # it has the weights that were written
     else:
         opened.forget(plan.converted)  # its weights are those of a later step
     course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}
-    work.remember(_COURSE, {"files": files, "course": course})
+    work.remember(_COURSE, course, files)
     return course

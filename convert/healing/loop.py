@@ -27,7 +27,7 @@ from convert.healing.trainable import Adapted, Trainable, compute_layers_again
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, checkpoint_in, share, tracker
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
-from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
+from eval.inputs.sealed import checksum, seal, sync_tree, unchanged, unsealed
 from eval.machine.device import compute_device
 from eval.quality.opened import Opening
 from eval.terminal.progress import Progress, stage
@@ -296,10 +296,7 @@ def _last(directory: Path) -> Progressed | None:
 def _unsealed(checkpoint: Path) -> Progressed | None:
     """The progress at a checkpoint; None if a file of it is not as it was written."""
     noted = unsealed(checkpoint / _SEAL)
-    try:
-        if noted is None or any(checksum(checkpoint / name) != hash_ for name, hash_ in noted["files"].items()):
-            return None
-    except OSError:
+    if noted is None or not unchanged(checkpoint, noted["files"]):
         return None
     saved = noted["progressed"]
     return Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])
