@@ -60,11 +60,6 @@ class Job:
         gain, _ = self._input_norm(layer)
         return torch.ones(self.plan.source.decoder.hidden_size, dtype=torch.float64) if gain is None else gain
 
-    def normalises_output(self, layer: int) -> bool:
-        """Whether the output of a layer's attention goes through a norm before it is added to the residual stream."""
-        norm = self.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
-        return norm is not None and norm.name in self.manifest.reader.infos
-
     def _input_norm(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gain and bias of the norm of a layer's input, `[E]` each, fp64; None for what it lacks."""
         norm, found = self.plan.family.input_norm(layer), self.manifest.reader.infos

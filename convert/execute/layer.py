@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from attention.errors import Failure
-from attention.formats import Format
 from attention.forward import output_error
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.methods.balanced import balanced, balanced_heads
+from convert.methods.blocks import Blocks
 from convert.methods.latent import sized
 from convert.methods.portable_norm import behind_norm, with_constant_norm
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 from convert.planning.targets import GroupedTarget
 from eval.inputs.sealed import Content
 
@@ -51,17 +51,16 @@ def changed(job: Job, before: Attention, layer: int, seen: Statistics) -> Record
         seen: The statistics of its inputs.
     """
     target, after = job.plan.target, before
-    refits = job.plan.calibration is not None and job.plan.calibration.refit and job.shows_attention
     if isinstance(target, GroupedTarget):
         if target.spec.num_kv_heads != before.num_kv_heads:
             after = target.method.merge(before, target.spec.num_kv_heads, seen)
-        return adapted(before, after, seen, target.rounding, job.shows_attention, refits)
+        return adapted(job, before, after, seen)
     assert before.sinks is None, "no output class has a latent and sinks"
     latent = target.method.factor(before, job.choice.allocation(target, job.plan.rotary, layer), seen)
     if target.host.portable:
         assert seen.sample is not None, "the norm of a latent is fitted to text"
         latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
-    fitted = adapted(before, latent, seen, target.rounding, job.shows_attention, refits)
+    fitted = adapted(job, before, latent, seen)
     assert isinstance(fitted, FactoredAttention)
     if target.spec.q_lora_rank is not None:
         fitted = _behind_norm(fitted, job.input_gain(layer), layer, seen)
@@ -70,40 +69,32 @@ def changed(job: Job, before: Attention, layer: int, seen: Statistics) -> Record
     return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
 
-def adapted(before: Attention, after: Record, seen: Statistics, form: Format | None, shown: bool, refits: bool) -> Record:
+def adapted(job: Job, before: Attention, after: Record, seen: Statistics) -> Record:
     """A record that is fit for the format of its cache, and fitted to the source's.
 
     From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the class
     does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
-
-    Args:
-        before: The source's record.
-        after: The result's.
-        seen: The statistics of the layer's inputs.
-        form: The format through whose rounding the result is made; None for a dtype.
-        shown: Whether attention over the text is the softmax of the records' logits.
-        refits: Whether queries, keys and values are fitted.
     """
+    form, text, sample = job.plan.target.rounding, job.plan.calibration, seen.sample if job.shows_attention else None
     if form is not None:
         if isinstance(after, FactoredAttention):
             after = balanced(replace(after, rounding=form), seen)
-        elif seen.sample is not None and shown:
-            after = balanced_heads(after, seen.sample.to(after.k.device))
+        elif sample is not None:
+            after = balanced_heads(after, sample.to(after.k.device))
         after = replace(after, rounding=form)
-    return _refitted(before, after, seen) if refits and seen.sample is not None else after
+    return _refitted(before, after, sample, seen.attended) if text and text.refit and sample is not None else after
 
 
-def _refitted(before: Attention, after: Record, seen: Statistics) -> Record:
+def _refitted(before: Attention, after: Record, sample: Blocks, attended: Attended) -> Record:
     """Queries, keys and values, fitted to the source's.
 
     They are fitted to keys and values as the cache rounds them. Latents in four bits or more, or in bits that differ, are not
     rounded for this: layers would err less, and whole models more (docs/notes/fits.md).
     """
-    assert seen.sample is not None
     form = after.rounding
     exact = form is not None and isinstance(after, FactoredAttention) and (form.bits >= _EXACT or bool(form.classes))
     start = replace(after, rounding=None) if exact else after
-    return replace(refitted(before, start, seen.sample.to(before.k.device), seen.attended), rounding=form)
+    return replace(refitted(before, start, sample.to(before.k.device), attended), rounding=form)
 
 
 def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen: Statistics) -> FactoredAttention:

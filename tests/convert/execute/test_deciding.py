@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitt
     seen = []
     monkeypatch.setattr(layer, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
     monkeypatch.setattr(layer, "balanced", lambda after, _: after)
-    after = layer.adapted(record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)), FORMATS[form], True, True)
+    plan = SimpleNamespace(target=SimpleNamespace(rounding=FORMATS[form]), calibration=SimpleNamespace(refit=True))
+    job: Any = SimpleNamespace(plan=plan, shows_attention=True)
+    after = layer.adapted(job, record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)))
     assert seen == [FORMATS.get(fitted_to or "")]
     assert after.rounding is FORMATS[form]
