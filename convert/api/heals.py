@@ -52,6 +52,6 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     if given["time"] is not None:
         plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:
-        return PlannedHealing(plan, TrainingTexts.read(plan).known.passes(plan.steps, plan.batch))
+        return PlannedHealing(plan, TrainingTexts.read(plan).whole().passes(plan.steps, plan.batch))
     evaluate = given["evaluate"]
     return execute(plan, None if evaluate is None else text_of(evaluate), given["progress"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.describe import course_of
-from convert.healing.plan import HealOptions, HealPlan, plan_heal
+from convert.healing.plan import HealOptions, plan_heal
 from convert.healing.team import place
 from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
@@ -69,12 +69,11 @@ def heal_result(
         )  # fmt: skip
         return None
     work.remember(_TOKENS, tokens)
+    options = HealOptions((), tokens, context, cache_dtype=plan.cache_dtype, points=_POINTS)
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            healing = _planned(plan, work, tokens, count)
-            blocks = TrainingText.of(healing, [calibrated], judged)
-            return _trained(healing, work, blocks, progress, opened)
+            return _trained(plan, work, options, calibrated, judged, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
@@ -85,35 +84,29 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     return replace(text, ids=rows[:, : context // part * part].flatten())
 
 
-def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
-    assert plan.calibration is not None
-    result = plan.source.beside(work.path, "the result")
-    context = plan.calibration.heal_context
-    options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
-    options = replace(options, batch_tokens=min(healing.batch, blocks // _LEAST_BLOCKS) * context)
-    healing = replace(healing, options=options)
-    every = -(-healing.steps // _POINTS) * healing.batch * context
-    return replace(healing, options=replace(options, eval_every=every))
-
-
-def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
+def _trained(
+    plan: Plan, work: Work, options: HealOptions, calibrated: Tokens, judged: Tokens | None, progress: Progress, opened: Opened
+) -> dict[str, Any]:
     from convert.healing.loop import train  # transformers' Trainer takes a second to import
 
-    reader = Reader(work.path)
+    result = plan.source.beside(work.path, "the result")
+    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
+    batch = min(healing.batch, len(calibrated.ids) // healing.context // _LEAST_BLOCKS)
+    healing = replace(healing, options=replace(options, batch_tokens=batch * healing.context))
+    text, reader = TrainingText.of(healing, [calibrated], judged), Reader(work.path)
     if not any(work.training.iterdir()):
-        work.require_space(plan.disk)
-    outcome = train(plan, text, reader, work.training, progress, opened)
+        work.require_space(healing.disk)
+    outcome = train(healing, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
         for file, hash_ in write_files(work.path, reader, outcome.weights, progress):
             work.remember(file, work.recall(file), {file: hash_})
             files[file] = hash_
-        with opened(plan.converted, "float32", place(plan)) as student:
+        with opened(result, "float32", place(healing)) as student:
             student.requires_grad_(False).zero_grad()  # it has the weights that were written
     else:
-        opened.forget(plan.converted)  # its weights are those of a later step
-    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}
+        opened.forget(result)  # its weights are those of a later step
+    course = {**course_of(healing, text, outcome), "tensors": sorted(outcome.weights)}
     work.remember(_COURSE, course, files)
     return course

@@ -77,15 +77,8 @@ def _paces(plan: HealPlan, module: Distillation) -> tuple[float, float]:
     """The seconds of a token in a step, but for the optimiser's part, and in a measurement."""
     device = compute_device(plan.device)
     ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        module(ids).backward()
-
-    def measure() -> None:
-        with torch.no_grad():
-            module(ids, measures=True)
-
-    runs = (timed(device, work, module.zero_grad, 1 + _STEPS) for work in (step, measure))
+    works = (lambda: module(ids).backward()), torch.no_grad()(lambda: module(ids, measures=True))
+    runs = (timed(device, work, module.zero_grad, 1 + _STEPS) for work in works)
     training, measuring = (statistics.median(seconds[1:]) / ids.numel() for seconds in runs)  # the first one is slower
     return training, measuring
 
@@ -95,5 +88,5 @@ def _seconds(plan: HealPlan, texts: TrainingTexts, training: float, measuring: f
     rates = len(plan.rates(0.0)) if plan.trial_steps else 0
     steps = plan.steps + rates * plan.trial_steps
     points = 2 + -(-plan.steps // plan.every) + rates
-    held_out = len(replace(texts, plan=plan).known.held_out)
+    held_out = len(replace(texts, plan=plan).whole().held_out)
     return plan.context * (steps * plan.batch * training + points * held_out * measuring)
