@@ -23,7 +23,7 @@ from convert.healing.loss import Distillation
 from convert.healing.plan import RATIO, HealPlan
 from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
-from convert.healing.trainable import Adapted, Trainable, compute_layers_again
+from convert.healing.trainable import Trainable, compute_layers_again
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, checkpoint_in, share, tracker
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
@@ -146,8 +146,7 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
     with opening(plan.teacher, kept, where) as teacher, opening(plan.converted, "float32", where) as student:
         for model in (teacher, student):
             pad_values(model.requires_grad_(False))
-        rank = plan.lora_rank
-        what = Trainable(student, plan.names) if rank is None else Adapted(student, plan.names, rank, plan.seed)
+        what = Trainable(student, plan.names, plan.lora_rank, plan.seed)
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)

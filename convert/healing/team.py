@@ -120,11 +120,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of it; they share memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A tensor that every process holds whole, in parts and on the device as `other` is."""
     if isinstance(tensor, DTensor):
