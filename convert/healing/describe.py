@@ -81,12 +81,10 @@ class PlannedHealing:
 
     def _lines(self) -> list[str]:
         plan, passes, o = self.plan, self.passes, self.plan.options
-        rate = (
-            f"learning rate {o.lr:g}"
-            if o.lr
-            else "learning rate by the width and the loss: the steps are too few to try others"
-        )
-        if plan.trial_steps:
+        rate = "learning rate by the width and the loss: the steps are too few to try others"
+        if o.lr:
+            rate = f"learning rate {o.lr:g}"
+        elif plan.trial_steps:
             rate = f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
         again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
         return [
