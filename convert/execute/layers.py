@@ -48,7 +48,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         needed = sum(unit.nbytes for name, shard in shards.items() if work.recall(name) is None for unit in shard)
         work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
-        statistics = job.assumed
+        statistics: StatisticsOf = job.assumed
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
             statistics = surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:

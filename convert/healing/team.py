@@ -11,8 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attention.errors import Interrupted, Refusal
@@ -102,16 +100,6 @@ def agreed(mine: Any) -> Any:
 
 
 # ---- tensors, of which each process may hold a part -------------------------------------------------------------------
-
-
-def reshard(module: nn.Module) -> None:
-    """Let every process hold its parts alone. After a forward pass without a backward pass, some modules are whole still.
-
-    What is written into parts would not reach these.
-    """
-    for inside in module.modules():
-        if isinstance(inside, FSDPModule):
-            inside.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
