@@ -11,9 +11,8 @@ from attention.errors import Refusal
 from convert.arguments import options
 from convert.healing.describe import Healing, PlannedHealing
 from convert.healing.plan import HealOptions, plan_heal
-from convert.healing.run import execute
+from convert.healing.run import execute, within
 from convert.healing.texts import TrainingTexts
-from convert.healing.timing import within
 from convert.output.destination import Output, check_output
 from convert.planning.texts import DEFAULT, texts_of
 from eval.arguments import checked

@@ -80,8 +80,7 @@ def heal_result(
 
 def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     """A text of whole blocks, cut into parts of one length; what is left of each block is dropped."""
-    rows = text.ids[: len(text.ids) // context * context].view(-1, context)
-    return replace(text, ids=rows[:, : context // part * part].flatten())
+    return replace(text, ids=text.blocks(context)[:, : context // part * part].flatten())
 
 
 def _trained(

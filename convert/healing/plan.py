@@ -51,8 +51,7 @@ class HealOptions:
     """The user's options, as `convert.arguments.options` declares them.
 
     Numbers left as None depend on the model and on each other. The learning rate is then chosen among several, where steps
-    suffice to try them, and the format of the cache is the one that CONVERTED was made for. `points` of the curve are measured,
-    where `eval_every` is None.
+    suffice to try them, the format of the cache is the one that CONVERTED was made for, and `points` of the curve are measured.
     """
 
     texts: Texts
@@ -162,11 +161,7 @@ class HealPlan:
         return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
 
     def memory(self, parts: int = 1) -> dict[str, int]:
-        """Bytes of what is held all the time; what autograd keeps of a forward pass comes on top.
-
-        Args:
-            parts: How many processes the weights are divided among.
-        """
+        """Bytes of what each of `parts` processes holds all the time; what autograd keeps of a forward pass comes on top."""
         kept = "float32" if compute_device(self.device).type == "cpu" else self.teacher.dtype
         return {
             "student": _FP32 * sum(parameter.numel() for parameter in self.model.parameters()) // parts,

@@ -172,7 +172,8 @@ class TrainingTexts:
         """The whole text; where what the teacher writes, `own [rows, context]`, is not known, zeros are in its place."""
         if own is None:
             own = torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64)
-        return TrainingText.of(self.plan, [part or _own(own) for _, part in self.parts])
+        written = Tokens(OWN, own.flatten(), 0, 0.0, None)
+        return TrainingText.of(self.plan, [part or written for _, part in self.parts])
 
     def written(self, work: Work, progress: Progress) -> TrainingText:
         """The whole text, with what the teacher writes or has written before, which is kept beside the weights."""
@@ -199,15 +200,11 @@ class TrainingTexts:
         return self.whole(written_before(self.plan.teacher, file, rows, self.plan.context) if rows else None)
 
 
-def _own(written: torch.Tensor) -> Tokens:
-    return Tokens(OWN, written.flatten(), 0, 0.0, None)
-
-
 def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
     if text.own:
         if text.written is None:
             return None
-        return _own(written_before(plan.teacher, text.written, None, plan.context))
+        return Tokens(OWN, written_before(plan.teacher, text.written, None, plan.context).flatten(), 0, 0.0, None)
     read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
     tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
