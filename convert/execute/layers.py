@@ -19,19 +19,18 @@ from convert.execute.deciding import StatisticsOf, choose, surveyed
 from convert.execute.describe import provenance_of
 from convert.execute.job import Job
 from convert.execute.layer import as_stored, changed, error_of
-from convert.execute.manifest import Manifest, Unit, manifest_of, without_computed
+from convert.execute.manifest import Unit, manifest_of, without_computed
 from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
 from convert.methods.text import TextUse
 from convert.output.companions import copy_code, copy_companions, name_tokenizer_class, tokenizer_class, write_config
-from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import LatentTarget
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import Content
 from eval.machine.device import trim_memory
-from eval.terminal.progress import Progress, stage
+from eval.terminal.progress import stage
 
 MakeLayer = Callable[[int], Content]  # a layer's tensors and its note, by its index
 
@@ -57,7 +56,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
             sized = target.host.sized(source.raw, plan.family, job.spec)
             manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = _write_weights(work, job.manifest, shards, _layers(job, statistics), job.progress)
+        layers = _write_weights(job, shards, _layers(job, statistics))
         write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
@@ -106,16 +105,14 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
     return max(0, needed - sum(file.stat().st_size for file in there))
 
 
-def _write_weights(
-    work: Work, manifest: Manifest, shards: Mapping[str, list[Unit]], make_layer: MakeLayer, progress: Progress
-) -> list[dict[str, Any]]:
+def _write_weights(job: Job, shards: Mapping[str, list[Unit]], make_layer: MakeLayer) -> list[dict[str, Any]]:
     """Write every missing weight file, of the units that `shards` gives it.
 
     Returns:
         The note of each layer.
     """
-    notes: list[dict[str, Any]] = []
-    with stage(progress, "convert", manifest.nbytes, "byte") as done:
+    work, manifest, notes = job.work, job.manifest, list[dict[str, Any]]()
+    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
             note = work.recall(name)
             if note is not None:

@@ -70,8 +70,7 @@ def _lead(plan: HealPlan, evaluate_on: Text | None, progress: Progress) -> dict[
         else:
             provenance = _made(plan, texts, work, progress)
             if evaluate_on:
-                named = {"source": plan.teacher, "converted": plan.converted}
-                provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
+                provenance["evaluation"] = evaluated(work, provenance, evaluate_on, settings, None, progress)
             work.complete(provenance, card(plan, provenance))
     return dict(agreed(work.provenance))
 

@@ -73,11 +73,8 @@ def writing(
             work.begin()
             yield work
             assert work.provenance, "the block completes the work"
-            try:
-                require_unchanged()
-            except Failure:
-                work.discard()  # no run can go on from a mixture
-                raise
+            work.kept = False  # no run can go on from a mixture
+            require_unchanged()
             work.publish()
         except KvfoldError as error:
             if not (work.kept or isinstance(error, Interrupted)):
@@ -128,6 +125,7 @@ class Work:
 
     Attributes:
         noun: For messages.
+        models: The checkpoints that are read.
         path: The directory of the growing checkpoint.
         steps: The directory of finished steps.
         training: The directory of a training's states.
@@ -141,7 +139,7 @@ class Work:
         self.noun, self._given, self._output = noun, output, output.path.resolve()  # now: what appears later may be a link
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
         self._digest = hashlib.sha256(json.dumps([self._inputs, dict(optional)], sort_keys=True).encode()).hexdigest()
-        self._models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
+        self.models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
         self._root = partial_path(output.path)
         self._checked = set[str]()  # values whose files this run has written or checked
         self._replaceable: dict[str, tuple[int, int, int]] = {}
@@ -257,8 +255,8 @@ class Work:
         """
         (self.path / "README.md").write_text(card, encoding="utf-8")
         files = {
-            ("" if model is self._models[-1] else "teacher/") + name: stat
-            for model in self._models
+            ("" if model is self.models[-1] else "teacher/") + name: stat
+            for model in self.models
             for name, stat in model.fingerprint.items()
         }
         run = {
