@@ -15,7 +15,7 @@ from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
-from convert.output.card import command_line, inherited_licence, metadata_of, render, stated
+from convert.output.card import command_line, metadata_of, render, stated
 from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
 from eval.report.sections import loss_text
@@ -200,7 +200,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     del options["converted"]
     return render(
         "healing.md.j2",
-        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
+        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], plan.converted.files),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=command_line("heal", plan.converted.reference, options),

@@ -95,18 +95,13 @@ class Trainable:
 
 def fixed(model: Any) -> dict[str, torch.Tensor]:
     """For each parameter with values that must stay: true where they must, a bool tensor of its shape."""
-    masks: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for part, norm_part, mask in (
-            ("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys),
-            ("q_a_proj", "q_a_layernorm", _of_queries),
-        ):
-            modules: tuple[Any, Any] = getattr(module, part, None), getattr(module, norm_part, None)
-            down, norm = modules
-            if getattr(norm, "weight", None) is not None and getattr(down, "bias", None) is not None:
-                found = mask(down.weight.detach(), down.bias.detach(), norm.weight.detach())
-                names = f"{part}.weight", f"{part}.bias", f"{norm_part}.weight"
-                masks |= {f"{path}.{name}".removeprefix("."): one for name, one in zip(names, found, strict=False)}
+    parameters, masks = {name: p.detach() for name, p in model.named_parameters()}, dict[str, torch.Tensor]()
+    for part, norm, mask in (("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys), ("q_a_proj", "q_a_layernorm", _of_queries)):
+        for bias in (name for name in parameters if name.endswith(f"{part}.bias")):
+            path = bias.removesuffix(f"{part}.bias")
+            names = f"{path}{part}.weight", bias, f"{path}{norm}.weight"
+            if names[2] in parameters:
+                masks |= zip(names, mask(*(parameters[name] for name in names)), strict=False)
     return masks
 
 
