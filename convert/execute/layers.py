@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,19 @@ from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.deciding import StatisticsOf, choose, surveyed
 from convert.execute.describe import provenance_of
 from convert.execute.job import Job
-from convert.execute.layer import as_stored, changed, error_of
-from convert.execute.manifest import Unit, manifest_of, without_computed
+from convert.execute.manifest import Manifest, Unit, manifest_of, without_computed
 from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
 from convert.methods.text import TextUse
 from convert.output.companions import copy_code, copy_companions, name_tokenizer_class, tokenizer_class, write_config
+from convert.output.writing import Work
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import LatentTarget
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import Content
 from eval.machine.device import trim_memory
-from eval.terminal.progress import stage
+from eval.terminal.progress import Progress, stage
 
 MakeLayer = Callable[[int], Content]  # a layer's tensors and its note, by its index
 
@@ -56,7 +57,10 @@ def convert_layers(job: Job) -> dict[str, Any]:
             sized = target.host.sized(source.raw, plan.family, job.spec)
             manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = _write_weights(job, shards, _layers(job, statistics))
+        make_layer: MakeLayer = partial(job.converted, statistics=statistics)
+        if job.text and job.text.calibration.in_sequence:
+            make_layer = in_sequence(job, job.text)
+        layers = _write_weights(work, job.manifest, shards, make_layer, job.progress)
         write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
@@ -70,19 +74,6 @@ def convert_layers(job: Job) -> dict[str, Any]:
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
-
-
-def _layers(job: Job, statistics: StatisticsOf) -> MakeLayer:
-    if job.text and job.text.calibration.in_sequence:
-        return in_sequence(job, job.text)
-
-    def make(index: int) -> Content:
-        tensors, before = job.read_layer(index)
-        seen = statistics(index)
-        after = changed(job, before, index, seen)
-        return as_stored(job, index, tensors, after, error_of(job, before, after, seen))
-
-    return make
 
 
 # ---- weight files ----------------------------------------------------------------------------------------------------
@@ -105,14 +96,16 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
     return max(0, needed - sum(file.stat().st_size for file in there))
 
 
-def _write_weights(job: Job, shards: Mapping[str, list[Unit]], make_layer: MakeLayer) -> list[dict[str, Any]]:
+def _write_weights(
+    work: Work, manifest: Manifest, shards: Mapping[str, list[Unit]], make_layer: MakeLayer, progress: Progress
+) -> list[dict[str, Any]]:
     """Write every missing weight file, of the units that `shards` gives it.
 
     Returns:
         The note of each layer.
     """
-    work, manifest, notes = job.work, job.manifest, list[dict[str, Any]]()
-    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
+    notes: list[dict[str, Any]] = []
+    with stage(progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
             note = work.recall(name)
             if note is not None:

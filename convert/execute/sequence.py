@@ -23,7 +23,6 @@ from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
-from convert.execute.layer import as_stored, changed, error_of
 from convert.methods.statistics import EXCERPT
 from convert.planning.calibration import CalibrationText
 from eval.inputs.sealed import Content
@@ -94,8 +93,8 @@ class _Pair:
         moments = Moments(layer, self.teacher, source, sample, job.shows_attention)
         self.teacher.observe(layer, moments.see)
         observed = moments.statistics()
-        after = changed(job, source, layer, observed)
-        errors = error_of(job, source, after, observed)
+        after = job.changed(source, layer, observed)
+        errors = job.error_of(source, after, observed)
         if after.o_bias is None and self._biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
         if how.refit:
@@ -106,7 +105,7 @@ class _Pair:
             write = partial(self._write, layer)
             after, steps = refined(after, write, self.student, self.teacher, layer, how.refine, job.plan.seed)
             errors |= steps
-        return as_stored(job, layer, tensors, after, errors)
+        return job.as_stored(layer, tensors, after, errors)
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)
