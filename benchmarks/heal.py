@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
-    text = TrainingTexts.read(plan).known
+    text = TrainingTexts.read(plan).whole()
     with distillation_of(plan) as (module, what), tempfile.TemporaryDirectory() as unused:
         other, teacher = copy.deepcopy(module.student), module.teacher
         trainer = HealingTrainer(plan, text, module, what, Path(unused))

@@ -83,10 +83,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
             check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}
             if evaluate_on:
-                models = {"source": source}
-                provenance["evaluation"] = evaluated(
-                    work, provenance, models, "converted", evaluate_on, settings, tokens, progress, opened
-                )
+                provenance["evaluation"] = evaluated(work, provenance, evaluate_on, settings, tokens, progress, opened)
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
 
 

@@ -11,9 +11,8 @@ from attention.errors import Refusal
 from convert.arguments import options
 from convert.healing.describe import Healing, PlannedHealing
 from convert.healing.plan import HealOptions, plan_heal
-from convert.healing.run import execute
+from convert.healing.run import execute, within
 from convert.healing.texts import TrainingTexts
-from convert.healing.timing import within
 from convert.output.destination import Output, check_output
 from convert.planning.texts import DEFAULT, texts_of
 from eval.arguments import checked
@@ -52,6 +51,6 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     if given["time"] is not None:
         plan = within(plan, float(given["time"]), given["progress"])
     if given["dry_run"]:
-        return PlannedHealing(plan, TrainingTexts.read(plan).known.passes(plan.steps, plan.batch))
+        return PlannedHealing(plan, TrainingTexts.read(plan).whole().passes(plan.steps, plan.batch))
     evaluate = given["evaluate"]
     return execute(plan, None if evaluate is None else text_of(evaluate), given["progress"])

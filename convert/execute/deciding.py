@@ -83,7 +83,9 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             blocks = excerpt(measured.sample).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
-            importance = 1 / max(energy, _SILENT) if job.normalises_output(layer) else measured.inverse_energy
+            norm = job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
+            normalised = norm is not None and norm.name in job.manifest.reader.infos
+            importance = 1 / max(energy, _SILENT) if normalised else measured.inverse_energy
             errors = []
             for rank in tried:
                 after = target.method.factor(before, replace(allocation, rank=rank), measured)

@@ -16,7 +16,7 @@ from convert.execute.manifest import Manifest
 from convert.families import Family
 from convert.hosts import Host
 from convert.hosts.engines import ENGINES
-from convert.output.card import command_line, inherited_licence, metadata_of, render
+from convert.output.card import command_line, metadata_of, render
 from convert.output.destination import versions
 from convert.planning.base import Plan
 from convert.planning.texts import as_options, names_of
@@ -161,6 +161,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
     """
     plan, text, choice, spec = job.plan, job.text, job.choice, job.spec
     (before, after), lengths = plan.kv_bytes_per_token(spec), text.blocks.lengths if text else []
+    tags = [plan.target.command, *([plan.applied_method] if plan.applied_method else [])]
     return {
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
@@ -193,11 +194,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),
         "loading": loading_of(plan.target.host, plan.family, spec),
-        "metadata": metadata_of(
-            plan.source.repository,
-            [plan.target.command, *filter(None, [plan.applied_method])],
-            inherited_licence(plan.source.files),
-        ),
+        "metadata": metadata_of(plan.source.repository, tags, plan.source.files),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.deciding import StatisticsOf, choose, surveyed
 from convert.execute.describe import provenance_of
 from convert.execute.job import Job
-from convert.execute.layer import as_stored, changed, error_of
 from convert.execute.manifest import Manifest, Unit, manifest_of, without_computed
 from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
@@ -45,10 +45,10 @@ def convert_layers(job: Job) -> dict[str, Any]:
     plan, work, source, target = job.plan, job.work, job.plan.source, job.plan.target
     try:
         shards = job.manifest.shards(plan.output.max_shard_size)
-        needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
+        needed = sum(unit.nbytes for name, shard in shards.items() if work.recall(name) is None for unit in shard)
         work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
-        statistics = job.assumed
+        statistics: StatisticsOf = job.assumed
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
             statistics = surveyed(job, job.text)
         if isinstance(target, LatentTarget) and not target.copies:
@@ -57,7 +57,10 @@ def convert_layers(job: Job) -> dict[str, Any]:
             sized = target.host.sized(source.raw, plan.family, job.spec)
             manifest = manifest_of(plan, job.manifest.reader, sized)
             job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
-        layers = _write_weights(work, job.manifest, shards, _layers(job, statistics), job.progress)
+        make_layer: MakeLayer = partial(job.converted, statistics=statistics)
+        if job.text and job.text.calibration.in_sequence:
+            make_layer = in_sequence(job, job.text)
+        layers = _write_weights(work, job.manifest, shards, make_layer, job.progress)
         write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
@@ -71,19 +74,6 @@ def convert_layers(job: Job) -> dict[str, Any]:
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
-
-
-def _layers(job: Job, statistics: StatisticsOf) -> MakeLayer:
-    if job.text and job.text.calibration.in_sequence:
-        return in_sequence(job, job.text)
-
-    def make(index: int) -> Content:
-        tensors, before = job.read_layer(index)
-        seen = statistics(index)
-        after = changed(job, before, index, seen)
-        return as_stored(job, index, tensors, after, error_of(job, before, after, seen))
-
-    return make
 
 
 # ---- weight files ----------------------------------------------------------------------------------------------------
@@ -117,13 +107,13 @@ def _write_weights(
     notes: list[dict[str, Any]] = []
     with stage(progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
-            note = work.done(name)
+            note = work.recall(name)
             if note is not None:
                 done(sum(unit.nbytes for unit in shard))
             else:
                 tensors, note = _fill(manifest.reader, shard, make_layer)
                 dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
+                work.remember(name, note, {name: write_shard(work.path / name, tensors, dtypes, done)})
             notes += note
     if len(shards) > 1:
         contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}

@@ -9,20 +9,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attention.errors import Failure
 from convert.checkpoint.loading import class_names, require_loadable
 from convert.checkpoint.writer import shard_names
+from convert.families import Family
 from convert.families.names import Place
 from convert.planning.base import Plan
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
 from eval.inputs.reader import Reader, TensorInfo
-
-if TYPE_CHECKING:
-    from convert.families import Family
 
 _NO_PLACE = "the output class has no place for it"
 

@@ -23,7 +23,6 @@ from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
-from convert.execute.layer import as_stored, changed, error_of
 from convert.methods.statistics import EXCERPT
 from convert.planning.calibration import CalibrationText
 from eval.inputs.sealed import Content
@@ -88,29 +87,25 @@ class _Pair:
 
     def converted(self, layer: int) -> Content:
         """The layer after all steps. The source has then run past it."""
-        job = self._job
+        job, how = self._job, self._how
         tensors, source = job.read_layer(layer)
-        sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable) if self._how.refit else EXCERPT
+        sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable) if how.refit else EXCERPT
         moments = Moments(layer, self.teacher, source, sample, job.shows_attention)
         self.teacher.observe(layer, moments.see)
         observed = moments.statistics()
-        after = changed(job, source, layer, observed)
-        error = error_of(job, source, after, observed)
-        after, errors = self._fitted(layer, after)
-        return as_stored(job, layer, tensors, after, error | errors)
-
-    def _fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
-        """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
+        after = job.changed(source, layer, observed)
+        errors = job.error_of(source, after, observed)
         if after.o_bias is None and self._biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-        if self._how.refit:
+        if how.refit:
             after = self._refitted(layer, after)
         else:
             self.teacher.advance(layer)
-        if not self._how.refine:
-            return after, {}
-        write = partial(self._write, layer)
-        return refined(after, write, self.student, self.teacher, layer, self._how.refine, self._job.plan.seed)
+        if how.refine:
+            write = partial(self._write, layer)
+            after, steps = refined(after, write, self.student, self.teacher, layer, how.refine, job.plan.seed)
+            errors |= steps
+        return job.as_stored(layer, tensors, after, errors)
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)

@@ -8,14 +8,13 @@ from typing import Any
 
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.healing.describe import course_of
-from convert.healing.plan import HealOptions, HealPlan, plan_heal
+from convert.healing.plan import HealOptions, plan_heal
 from convert.healing.team import place
 from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
 from eval.inputs.reader import Reader
-from eval.inputs.sealed import checksum
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.quality.opened import Opened
@@ -59,8 +58,8 @@ def heal_result(
         )
     if not tokens:
         return None
-    if (found := work.recall(_COURSE)) and all(checksum(work.path / name) == hash_ for name, hash_ in found["files"].items()):
-        return dict(found["course"])
+    if course := work.recall(_COURSE):
+        return dict(course)
     calibrated = _blocks(text, plan.calibration.context, context)
     judged = None if unseen is None else _blocks(unseen, plan.calibration.context, context)
     if (count := len(calibrated.ids) // context) < _LEAST_BLOCKS:
@@ -70,51 +69,43 @@ def heal_result(
         )  # fmt: skip
         return None
     work.remember(_TOKENS, tokens)
+    options = HealOptions((), tokens, context, cache_dtype=plan.cache_dtype, points=_POINTS)
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            healing = _planned(plan, work, tokens, count)
-            blocks = TrainingText.of(healing, [calibrated], judged)
-            return _trained(healing, work, blocks, progress, opened)
+            return _trained(plan, work, options, calibrated, judged, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
 
 def _blocks(text: Tokens, context: int, part: int) -> Tokens:
     """A text of whole blocks, cut into parts of one length; what is left of each block is dropped."""
-    rows = text.ids[: len(text.ids) // context * context].view(-1, context)
-    return replace(text, ids=rows[:, : context // part * part].flatten())
+    return replace(text, ids=text.blocks(context)[:, : context // part * part].flatten())
 
 
-def _planned(plan: Plan, work: Work, tokens: int, blocks: int) -> HealPlan:
-    assert plan.calibration is not None
-    result = plan.source.beside(work.path, "the result")
-    context = plan.calibration.heal_context
-    options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
-    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
-    options = replace(options, batch_tokens=min(healing.batch, blocks // _LEAST_BLOCKS) * context)
-    healing = replace(healing, options=options)
-    every = -(-healing.steps // _POINTS) * healing.batch * context
-    return replace(healing, options=replace(options, eval_every=every))
-
-
-def _trained(plan: HealPlan, work: Work, text: TrainingText, progress: Progress, opened: Opened) -> dict[str, Any]:
+def _trained(
+    plan: Plan, work: Work, options: HealOptions, calibrated: Tokens, judged: Tokens | None, progress: Progress, opened: Opened
+) -> dict[str, Any]:
     from convert.healing.loop import train  # transformers' Trainer takes a second to import
 
-    reader = Reader(work.path)
+    result = plan.source.beside(work.path, "the result")
+    healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
+    batch = min(healing.batch, len(calibrated.ids) // healing.context // _LEAST_BLOCKS)
+    healing = replace(healing, options=replace(options, batch_tokens=batch * healing.context))
+    text, reader = TrainingText.of(healing, [calibrated], judged), Reader(work.path)
     if not any(work.training.iterdir()):
-        work.require_space(plan.disk)
-    outcome = train(plan, text, reader, work.training, progress, opened)
+        work.require_space(healing.disk)
+    outcome = train(healing, text, reader, work.training, progress, opened)
     files: dict[str, str] = {}
     if outcome.weights:
         work.remember(_WRITING, True)
         for file, hash_ in write_files(work.path, reader, outcome.weights, progress):
-            work.note(file, work.done(file), hash_)
+            work.remember(file, work.recall(file), {file: hash_})
             files[file] = hash_
-        with opened(plan.converted, "float32", place(plan)) as student:
+        with opened(result, "float32", place(healing)) as student:
             student.requires_grad_(False).zero_grad()  # it has the weights that were written
     else:
-        opened.forget(plan.converted)  # its weights are those of a later step
-    course = {**course_of(plan, text, outcome), "tensors": sorted(outcome.weights)}
-    work.remember(_COURSE, {"files": files, "course": course})
+        opened.forget(result)  # its weights are those of a later step
+    course = {**course_of(healing, text, outcome), "tensors": sorted(outcome.weights)}
+    work.remember(_COURSE, course, files)
     return course

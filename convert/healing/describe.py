@@ -15,7 +15,7 @@ from attention.calibrated import OF_SOURCE, POSITIONS, STATED, Calibrated
 from attention.spec import AttentionSpec
 from convert.healing.plan import HealPlan
 from convert.healing.texts import OWN, TrainingText
-from convert.output.card import command_line, inherited_licence, metadata_of, render, stated
+from convert.output.card import command_line, metadata_of, render, stated
 from convert.output.destination import read_provenance, versions
 from convert.planning.texts import as_options, names_of
 from eval.report.quality import loss_text
@@ -81,12 +81,10 @@ class PlannedHealing:
 
     def _lines(self) -> list[str]:
         plan, passes, o = self.plan, self.passes, self.plan.options
-        rate = (
-            f"learning rate {o.lr:g}"
-            if o.lr
-            else "learning rate by the width and the loss: the steps are too few to try others"
-        )
-        if plan.trial_steps:
+        rate = "learning rate by the width and the loss: the steps are too few to try others"
+        if o.lr:
+            rate = f"learning rate {o.lr:g}"
+        elif plan.trial_steps:
             rate = f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
         again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
         return [
@@ -202,7 +200,7 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     del options["converted"]
     return render(
         "healing.md.j2",
-        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], inherited_licence(plan.converted.files)),
+        stated(provenance, "metadata") or metadata_of(plan.teacher.repository, [], plan.converted.files),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=command_line("heal", plan.converted.reference, options),

@@ -23,11 +23,11 @@ from convert.healing.loss import Distillation
 from convert.healing.plan import RATIO, HealPlan
 from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
-from convert.healing.trainable import Adapted, Trainable, compute_layers_again
+from convert.healing.trainable import Trainable, compute_layers_again
 from convert.healing.trainer import OPTIMIZER, WEIGHTS, HealingTrainer, NotFinite, checkpoint_in, share, tracker
 from eval.inputs.loading import load
 from eval.inputs.reader import Reader
-from eval.inputs.sealed import checksum, seal, sync_tree, unsealed
+from eval.inputs.sealed import checksum, seal, sync_tree, unchanged, unsealed
 from eval.machine.device import compute_device
 from eval.quality.opened import Opening
 from eval.terminal.progress import Progress, stage
@@ -146,8 +146,7 @@ def distillation_of(plan: HealPlan, opening: Opening = load) -> Iterator[tuple[D
     with opening(plan.teacher, kept, where) as teacher, opening(plan.converted, "float32", where) as student:
         for model in (teacher, student):
             pad_values(model.requires_grad_(False))
-        rank = plan.lora_rank
-        what = Trainable(student, plan.names) if rank is None else Adapted(student, plan.names, rank, plan.seed)
+        what = Trainable(student, plan.names, plan.lora_rank, plan.seed)
         if plan.options.checkpointing:
             compute_layers_again(student)
         cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
@@ -296,10 +295,7 @@ def _last(directory: Path) -> Progressed | None:
 def _unsealed(checkpoint: Path) -> Progressed | None:
     """The progress at a checkpoint; None if a file of it is not as it was written."""
     noted = unsealed(checkpoint / _SEAL)
-    try:
-        if noted is None or any(checksum(checkpoint / name) != hash_ for name, hash_ in noted["files"].items()):
-            return None
-    except OSError:
+    if noted is None or not unchanged(checkpoint, noted["files"]):
         return None
     saved = noted["progressed"]
     return Progressed(saved["rate"], saved["tried"], [Point(**point) for point in saved["curve"]])

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from attention.versions import CACHE
 from convert.calibration.stream import positioned
 
-VALUES_AT_ONCE = 2**23  # logits at a time
+_VALUES_AT_ONCE = 2**23  # logits
 
 # A chunk of tokens → the teacher's logits, `[n, vocabulary]`, fp32.
 Expected = Callable[[slice], torch.Tensor]
@@ -50,7 +50,7 @@ class Distillation(nn.Module):
     ) -> None:
         super().__init__()
         self.student, self.teacher, self._cache = student, teacher, cache
-        self._vocabulary, self._dtype = vocabulary, dtype
+        self._rows, self._dtype = max(1, _VALUES_AT_ONCE // vocabulary), dtype
         # The classes of layers, which FSDP reads: it shards layer by layer.
         self._no_split_modules = sorted({*(student._no_split_modules or ()), *(teacher._no_split_modules or ())})
 
@@ -72,10 +72,10 @@ class Distillation(nn.Module):
             states = hidden_states(self.student, ids, positions, self._cache() if self._cache else None)[:, :-1].flatten(0, 1)
             both = states, partial(logits_of, self.student), lambda chunk: logits_of(self.teacher, teachers[chunk])
             if measures:
-                return measured(*both, ids[:, 1:].flatten(), self._vocabulary).unflatten(0, (len(ids), -1)).mean(1)
+                return measured(*both, ids[:, 1:].flatten(), self._rows).unflatten(0, (len(ids), -1)).mean(1)
             outputs = self.student.get_output_embeddings()
             of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
-            return distance(*both, self._vocabulary, of_head)
+            return distance(*both, self._rows, of_head)
 
 
 @dataclass
@@ -90,8 +90,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """The decoder's output for `ids [B, T]` at `positions [B, T]`: `[B, T, E]`, without a cache or through one."""
     kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}
-    found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept, **positioned(positions)).last_hidden_state
-    return found
+    return model.get_decoder()(input_ids=ids, **kept, **positioned(positions)).last_hidden_state
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,19 +108,13 @@ def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return found[0].float()
 
 
-def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Chunks of tokens whose logits are few enough to exist at once."""
-    rows = max(1, VALUES_AT_ONCE // vocabulary)
-    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
-
-
 def distances(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """`[n]`, KL(expected ‖ found) of each token, from log-probabilities `[n, vocabulary]`."""
     return (expected.exp() * (expected - found)).sum(-1)
 
 
 def distance(
-    hidden: torch.Tensor, head: Head, expected: Expected, vocabulary: int, parameters: Sequence[torch.Tensor]
+    hidden: torch.Tensor, head: Head, expected: Expected, rows: int, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """The summed loss of N tokens: Σ KL. Differentiable in `hidden` and `parameters`.
 
@@ -129,12 +122,13 @@ def distance(
         hidden: The student's hidden states, `[N, E]`.
         head: Makes its logits.
         expected: Makes the teacher's.
-        vocabulary: How many tokens there are.
+        rows: How many tokens may have logits at once.
         parameters: Those of the head that train.
     """
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     slopes, *of_parameters = (torch.zeros_like(tensor) for tensor in (hidden, *parameters))
-    for chunk in chunks(len(hidden), vocabulary):
+    for start in range(0, len(hidden), rows):
+        chunk = slice(start, start + rows)
         with torch.no_grad():
             teacher = expected(chunk).log_softmax(-1)
         with torch.enable_grad():
@@ -146,8 +140,7 @@ def distance(
             sum_ += other
         total += loss.detach().double()
     value, gradients = total.to(torch.promote_types(hidden.dtype, torch.float32)), (slopes, *of_parameters)
-    result: torch.Tensor = _Known.apply(value, gradients, hidden, *parameters)  # type: ignore[no-untyped-call]
-    return result
+    return _Known.apply(value, gradients, hidden, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Known(torch.autograd.Function):
@@ -164,14 +157,15 @@ class _Known(torch.autograd.Function):
         return None, None, *(gradient * scale for gradient in ctx.saved_tensors)
 
 
-def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, rows: int) -> torch.Tensor:
     """`[N, 3]`, fp64: each token's KL to the teacher, the student's loss and the teacher's. Arguments as of `distance`.
 
     `targets [N]` are the tokens that follow.
     """
     parts = []
     with torch.no_grad():
-        for chunk in chunks(len(hidden), vocabulary):
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
             teacher, found = expected(chunk).log_softmax(-1), head(hidden[chunk]).log_softmax(-1)
             losses = (nll_loss(one, targets[chunk], reduction="none") for one in (found, teacher))
             parts.append(torch.stack((distances(teacher, found), *losses), 1).double())

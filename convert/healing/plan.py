@@ -33,7 +33,6 @@ _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights thems
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
-_POINTS = 10  # of the curve
 _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has no other ones around it
 RATIO = 3  # of a rate to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
@@ -52,7 +51,7 @@ class HealOptions:
     """The user's options, as `convert.arguments.options` declares them.
 
     Numbers left as None depend on the model and on each other. The learning rate is then chosen among several, where steps
-    suffice to try them, and the format of the cache is the one that CONVERTED was made for.
+    suffice to try them, the format of the cache is the one that CONVERTED was made for, and `points` of the curve are measured.
     """
 
     texts: Texts
@@ -67,6 +66,7 @@ class HealOptions:
     checkpointing: bool = False
     track: str | None = None
     cache_dtype: str | None = None
+    points: int = 10
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class HealPlan:
     def every(self) -> int:
         """Steps from one point of the curve to the next."""
         tokens = self.options.eval_every
-        return max(1, tokens // (self.batch * self.context) if tokens else -(-self.steps // _POINTS))
+        return max(1, tokens // (self.batch * self.context) if tokens else -(-self.steps // self.options.points))
 
     @property
     def tokens(self) -> int:
@@ -161,11 +161,7 @@ class HealPlan:
         return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
 
     def memory(self, parts: int = 1) -> dict[str, int]:
-        """Bytes of what is held all the time; what autograd keeps of a forward pass comes on top.
-
-        Args:
-            parts: How many processes the weights are divided among.
-        """
+        """Bytes of what each of `parts` processes holds all the time; what autograd keeps of a forward pass comes on top."""
         kept = "float32" if compute_device(self.device).type == "cpu" else self.teacher.dtype
         return {
             "student": _FP32 * sum(parameter.numel() for parameter in self.model.parameters()) // parts,

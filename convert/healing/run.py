@@ -1,28 +1,35 @@
-"""Carries out the plan of a healing: load, train, write, measure, publish."""
+"""Carries out the plan of a healing: load, train, write, measure, publish. Before that, says how many tokens a time allows."""
 
 from __future__ import annotations
 
 import logging
+import statistics
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from attention.errors import Refusal
 from convert.healing.describe import Healing, card, provenance_of
-from convert.healing.loop import train
+from convert.healing.loop import distillation_of, train
 from convert.healing.plan import HealPlan
 from convert.healing.team import agreed, computes_in, join, shards
 from convert.healing.texts import TrainingTexts
 from convert.healing.weights import write_beside, write_files
 from convert.launch import is_first, launched_count
-from convert.output.destination import versions, without_text
+from convert.output.destination import INPUTS, Output, partial_path, read_provenance, versions, without_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import Work, writing
 from eval.inputs.reader import Reader
+from eval.inputs.sealed import read_object
 from eval.inputs.text import Text, warn_of_overlap
-from eval.machine.device import compute_device, free_memory
+from eval.machine.device import compute_device, free_memory, memory_for, timed
 from eval.quality.evaluation import prepare
 from eval.quality.settings import EvaluationSettings
-from eval.terminal.progress import Progress, silent
+from eval.terminal.progress import Progress, silent, stage
 
 _log = logging.getLogger("kvfold")
+_ROUNDS, _STEPS = 3, 3  # each round times steps of the size that follows from the round before
 _LESS_MEMORY = (
     "repeat the command with --resume and --checkpointing, or a smaller --micro-batch-tokens; a shorter --context takes less, "
     "too, but begins again"
@@ -61,8 +68,7 @@ def _lead(plan: HealPlan, evaluate_on: Text | None, progress: Progress) -> dict[
         else:
             provenance = _made(plan, texts, work, progress)
             if evaluate_on:
-                named = {"source": plan.teacher, "converted": plan.converted}
-                provenance["evaluation"] = evaluated(work, provenance, named, "healed", evaluate_on, settings, None, progress)
+                provenance["evaluation"] = evaluated(work, provenance, evaluate_on, settings, None, progress)
             work.complete(provenance, card(plan, provenance))
     return dict(agreed(work.provenance))
 
@@ -119,3 +125,76 @@ def _follow(plan: HealPlan) -> dict[str, Any]:
     if checkpoints := agreed(None):
         train(plan, texts.written_by_first(), Reader(plan.converted.files), checkpoints, silent)
     return dict(agreed(None))
+
+
+# ---- what a time allows ------------------------------------------------------------------------------------------------
+
+
+def within(plan: HealPlan, seconds: float, progress: Progress) -> HealPlan:
+    """The plan with the tokens that train for about so long here: its steps, and the measurements between them.
+
+    Loading, text that the teacher writes, and an evaluation come on top. A healing that is resumed keeps the tokens that it was
+    begun with, however fast its steps are now.
+
+    Args:
+        plan: Of any number of tokens.
+        seconds: The time.
+        progress: Called with the number of steps that are timed.
+
+    Raises:
+        Refusal: The shortest healing takes longer, or several processes would decide.
+        Failure: A text cannot be read or is too short, or memory does not suffice.
+    """
+    if plan.output.resume and (sizes := _begun(plan.output)):
+        tokens, batch_tokens = sizes
+        return replace(plan, asked=tokens, options=replace(plan.options, batch_tokens=batch_tokens))
+    if (count := launched_count()) > 1:
+        raise Refusal(
+            f"{count} processes would each time steps of their own",
+            hint="give --tokens; --time TIME --dry-run in one process says how many",
+        )
+    shortest = plan = replace(plan, asked=1)  # one step
+    texts = TrainingTexts.read(plan)
+    room = memory_for("steps of the healing", "give --checkpointing, a smaller --micro-batch-tokens or a shorter --context")
+    with room, distillation_of(plan) as (module, _), stage(progress, "time steps", _ROUNDS * _STEPS, "step") as done:
+        for _ in range(_ROUNDS):
+            training, measuring = _paces(plan, module)
+            taken = _seconds(plan, texts, training, measuring)
+            if plan is shortest and taken > seconds:
+                raise Refusal(
+                    f"a healing of {plan.tokens} tokens takes {taken:.2g} seconds here, longer than --time allows",
+                    hint="give more time, or another --device",
+                )
+            plan = replace(plan, asked=max(shortest.tokens, int(plan.tokens + (seconds - taken) / training)))
+            done(_STEPS)
+    return plan
+
+
+def _begun(output: Output) -> tuple[int, int] | None:
+    """All tokens, and those of a step, of the healing that `--resume` goes on with; None if there is none."""
+    finished = {} if output.overwrite else read_provenance(output.path)
+    match read_object(partial_path(output.path) / INPUTS) or finished.get("recipe"):
+        case {"tokens": int(tokens), "batch_tokens": int(batch)}:
+            return tokens, batch
+        case {"heal": {"tokens": int(tokens), "batch_tokens": int(batch)}}:
+            return tokens, batch
+    return None
+
+
+def _paces(plan: HealPlan, module: torch.nn.Module) -> tuple[float, float]:
+    """The seconds of a token in a step, but for the optimiser's part, and in a measurement."""
+    device = compute_device(plan.device)
+    ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
+    works = (lambda: module(ids).backward()), torch.no_grad()(lambda: module(ids, measures=True))
+    runs = (timed(device, work, module.zero_grad, 1 + _STEPS) for work in works)
+    training, measuring = (statistics.median(seconds[1:]) / ids.numel() for seconds in runs)  # the first one is slower
+    return training, measuring
+
+
+def _seconds(plan: HealPlan, texts: TrainingTexts, training: float, measuring: float) -> float:
+    """How long a plan trains, at these seconds per token; where rates are tried, the fewest that may be."""
+    rates = len(plan.rates(0.0)) if plan.trial_steps else 0
+    steps = plan.steps + rates * plan.trial_steps
+    points = 2 + -(-plan.steps // plan.every) + rates
+    held_out = len(replace(texts, plan=plan).whole().held_out)
+    return plan.context * (steps * plan.batch * training + points * held_out * measuring)

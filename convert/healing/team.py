@@ -11,8 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from accelerate.utils import parse_flag_from_env
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attention.errors import Interrupted, Refusal
@@ -34,8 +33,7 @@ def computes_in(plan: HealPlan) -> torch.dtype:
     device = compute_device(plan.device)
     if device.type == "cpu" and plan.converted.decoder.hidden_size < _WIDE:
         return torch.float32
-    found: torch.dtype = rough(device)
-    return found
+    return rough(device)
 
 
 def join(plan: HealPlan) -> None:
@@ -45,7 +43,7 @@ def join(plan: HealPlan) -> None:
         Refusal: They cannot share its steps, or were launched in a way that healing does not support.
     """
     for variable, (name, hint) in _UNTRIED.items():
-        if _asks_for(variable):
+        if parse_flag_from_env(variable):
             raise Refusal(f"healing does not support {name}", hint=hint)
     if shards():
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -67,11 +65,7 @@ def join(plan: HealPlan) -> None:
 
 def shards() -> bool:
     """Whether each process holds a part of the weights only (FSDP)."""
-    return _asks_for("ACCELERATE_USE_FSDP")
-
-
-def _asks_for(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() == "true"
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def place(plan: HealPlan) -> str:
@@ -104,25 +98,10 @@ def agreed(mine: Any) -> Any:
 # ---- tensors, of which each process may hold a part -------------------------------------------------------------------
 
 
-def reshard(module: nn.Module) -> None:
-    """Let every process hold its parts alone. After a forward pass without a backward pass, some modules are whole still.
-
-    What is written into parts would not reach these.
-    """
-    for inside in module.modules():
-        if isinstance(inside, FSDPModule):
-            inside.reshard()
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Every process calls this, in the same order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of it; they share memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

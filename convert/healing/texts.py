@@ -148,7 +148,7 @@ class TrainingTexts:
             Failure: A text cannot be read or is too short, or the two models' tokenizers differ.
         """
         texts = cls(plan, tuple((text, _read(plan, text)) for text in plan.options.texts))
-        _ = texts.known  # fails if a text is too short
+        texts.whole()  # fails if a text is too short
         return texts
 
     @property
@@ -168,14 +168,16 @@ class TrainingTexts:
         train = max(plan.batch, tokens // plan.context)
         return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 
-    @property
-    def known(self) -> TrainingText:
-        """The whole text as far as it is known, with zeros in place of what the teacher writes."""
-        return self._with_own(torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64))
+    def whole(self, own: torch.Tensor | None = None) -> TrainingText:
+        """The whole text; where what the teacher writes, `own [rows, context]`, is not known, zeros are in its place."""
+        if own is None:
+            own = torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64)
+        written = Tokens(OWN, own.flatten(), 0, 0.0, None)
+        return TrainingText.of(self.plan, [part or written for _, part in self.parts])
 
     def written(self, work: Work, progress: Progress) -> TrainingText:
         """The whole text, with what the teacher writes or has written before, which is kept beside the weights."""
-        text, context = self.known, self.plan.context
+        context, own = self.plan.context, None
         for given, part in self.parts:
             if part and given.own:
                 write_own_text(work.path, part.blocks(context))
@@ -184,7 +186,7 @@ class TrainingTexts:
             own = own_text(self.plan.teacher, rows, context, self.plan.seed + _SEED, device, work.steps, progress, hint)
             write_own_text(work.path, own)
             work.kept = True  # it may have taken hours
-            text = self._with_own(own)
+        text = self.whole(own)
         if (tokens := len(text.held_out) * context) < _LEAST_HELD_OUT:
             _log.warning(
                 "only %d held-out tokens judge the healing, and small gains will be noise: %d are held out of a text of %d",
@@ -194,24 +196,15 @@ class TrainingTexts:
 
     def written_by_first(self) -> TrainingText:
         """The whole text in another process, once the first one has written it."""
-        if not (rows := self.rows_to_write):
-            return self.known
-        file = partial_path(self.plan.output.path) / CHECKPOINT / OWN_TEXT
-        return self._with_own(written_before(self.plan.teacher, file, rows, self.plan.context))
-
-    def _with_own(self, written: torch.Tensor) -> TrainingText:
-        return TrainingText.of(self.plan, [part or _own(written) for _, part in self.parts])
-
-
-def _own(written: torch.Tensor) -> Tokens:
-    return Tokens(OWN, written.flatten(), 0, 0.0, None)
+        file, rows = partial_path(self.plan.output.path) / CHECKPOINT / OWN_TEXT, self.rows_to_write
+        return self.whole(written_before(self.plan.teacher, file, rows, self.plan.context) if rows else None)
 
 
 def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
     if text.own:
         if text.written is None:
             return None
-        return _own(written_before(plan.teacher, text.written, None, plan.context))
+        return Tokens(OWN, written_before(plan.teacher, text.written, None, plan.context).flatten(), 0, 0.0, None)
     read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
     tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):

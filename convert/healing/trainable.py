@@ -22,68 +22,51 @@ _ALPHA = 2  # times the rank: the factor of the product, as is common
 
 
 class Trainable:
-    """Parameters of a student.
+    """What trains of a student: parameters; or LoRA by peft, of matrices (Hu et al. 2021, arXiv:2106.09685).
+
+    With LoRA, a matrix W computes as W + 2 B A; A and B train, of a low rank. Norms and biases train as they are. A row of W
+    that must stay has a row of zeros in B that stays.
 
     Args:
-        student: On any device, with its weights; these of its parameters require gradients from here on.
-        names: Their names. Those of which nothing may change do not train.
+        student: On any device, with its weights; what trains requires gradients from here on. LoRA replaces linear modules.
+        names: The names of the parameters. Those of which nothing may change do not train.
+        rank: Of LoRA; None where matrices themselves train.
+        seed: For A; B begins as zeros.
 
     Attributes:
-        fixed: For those with values that must stay: true where they must.
+        fixed: For what trains and has values that must stay: true where they must.
     """
 
-    def __init__(self, student: Any, names: Iterable[str]) -> None:
-        self._student, self.fixed = student, fixed(student)
-        self._names = [name for name in names if name not in self.fixed or not bool(self.fixed[name].all())]
+    def __init__(self, student: Any, names: Iterable[str], rank: int | None = None, seed: int = 0) -> None:
+        self._student, stay = student, fixed(student)
+        names = [name for name in names if name not in stay or not bool(stay[name].all())]
+        matrices = [] if rank is None else [name for name in names if is_matrix(student, name)]
+        self._modules = [name.removesuffix(".weight") for name in matrices]
+        self._outside = {self._inside(name): name for name in names if name not in matrices}
+        self.fixed = {inside: stay[name] for inside, name in self._outside.items() if name in stay}
+        if rank is not None:
+            self._adapt(rank, seed)
+            of_b = ((self._thin(module)[1], stay.get(name)) for module, name in zip(self._modules, matrices, strict=True))
+            self.fixed |= {b: rows.all(-1, keepdim=True).expand(-1, rank) for b, rows in of_b if rows is not None}
+        trains = {*self._outside, *(name for module in self._modules for name in self._thin(module))}
         for name, parameter in student.named_parameters():
-            parameter.requires_grad_(name in self._names)
+            parameter.requires_grad_(name in trains)
 
-    def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of the checkpoint, by its class's names, for whole values of what trains. Every process calls this."""
-        return dict(weights)
-
-    def as_parameters(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inverse of `written`: parameters of the student by name, such that it computes with these weights."""
-        return dict(written)
-
-
-class Adapted(Trainable):
-    """LoRA by peft: a matrix W computes as W + 2 B A; A and B train, of a low rank (Hu et al. 2021, arXiv:2106.09685).
-
-    Norms and biases train as they are. A row of W that must stay has a row of zeros in B that stays.
-
-    Args:
-        student: As of `Trainable`; its linear modules are replaced.
-        names: The names of the parameters that would train.
-        rank: Of the products.
-        seed: For A; B begins as zeros.
-    """
-
-    def __init__(self, student: Any, names: Iterable[str], rank: int, seed: int) -> None:
+    def _adapt(self, rank: int, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
 
-        super().__init__(student, names)
-        stay, matrices = self.fixed, [name for name in self._names if is_matrix(student, name)]
-        self._modules = [name.removesuffix(".weight") for name in matrices]
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=self._modules), student)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=self._modules), self._student)
         generator = torch.Generator().manual_seed(seed)
         for name in self._modules:
-            first = student.get_parameter(self._thin(name)[0])
+            first = self._student.get_parameter(self._thin(name)[0])
             drawn = nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator)
-            base = student.get_submodule(name)
+            base = self._student.get_submodule(name)
             unread = ~(base.weight.mT if base.fan_in_fan_out else base.weight).any(0)  # channels of zeros stay so
             with torch.no_grad():  # peft's distribution, the same in all processes and runs
                 first.copy_(drawn.to(first.device).masked_fill(unread, 0))
-        self._outside = {self._inside(name): name for name in self._names if name not in matrices}
-        for name, parameter in student.named_parameters():
-            parameter.requires_grad_(name in self._outside or "lora_" in name)
-        self.fixed = {inside: stay[name] for inside, name in self._outside.items() if name in stay} | {
-            self._thin(module)[1]: stay[name].all(-1, keepdim=True).expand(-1, rank)
-            for module, name in zip(self._modules, matrices, strict=True)
-            if name in stay
-        }
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights of the checkpoint, by its class's names, for whole values of what trains. Every process calls this."""
         found = {self._outside[name]: weight for name, weight in weights.items() if name in self._outside}
         for name in self._modules:
             module = self._student.get_submodule(name)
@@ -94,6 +77,7 @@ class Adapted(Trainable):
         return found
 
     def as_parameters(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inverse of `written`: parameters of the student by name, such that it computes with these weights."""
         thin = [self._thin(name)[1] for name in self._modules]
         off = {name: torch.zeros(self._student.get_parameter(name).shape) for name in thin}
         return {self._inside(name): weight for name, weight in written.items()} | off
@@ -111,18 +95,13 @@ class Adapted(Trainable):
 
 def fixed(model: Any) -> dict[str, torch.Tensor]:
     """For each parameter with values that must stay: true where they must, a bool tensor of its shape."""
-    masks: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for part, norm_part, mask in (
-            ("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys),
-            ("q_a_proj", "q_a_layernorm", _of_queries),
-        ):
-            modules: tuple[Any, Any] = getattr(module, part, None), getattr(module, norm_part, None)
-            down, norm = modules
-            if getattr(norm, "weight", None) is not None and getattr(down, "bias", None) is not None:
-                found = mask(down.weight.detach(), down.bias.detach(), norm.weight.detach())
-                names = f"{part}.weight", f"{part}.bias", f"{norm_part}.weight"
-                masks |= {f"{path}.{name}".removeprefix("."): one for name, one in zip(names, found, strict=False)}
+    parameters, masks = {name: p.detach() for name, p in model.named_parameters()}, dict[str, torch.Tensor]()
+    for part, norm, mask in (("kv_a_proj_with_mqa", "kv_a_layernorm", _of_keys), ("q_a_proj", "q_a_layernorm", _of_queries)):
+        for bias in (name for name in parameters if name.endswith(f"{part}.bias")):
+            path = bias.removesuffix(f"{part}.bias")
+            names = f"{path}{part}.weight", bias, f"{path}{norm}.weight"
+            if names[2] in parameters:
+                masks |= zip(names, mask(*(parameters[name] for name in names)), strict=False)
     return masks
 
 

@@ -22,7 +22,7 @@ from attention.errors import Failure, Refusal, one_line
 from convert.checkpoint.writer import write_shard
 from convert.healing.loss import Distillation
 from convert.healing.plan import HealPlan
-from convert.healing.team import like, part, reshard, shards, whole
+from convert.healing.team import like, shards, whole
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Trainable
 from eval.machine.device import compute_device
@@ -76,11 +76,10 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self.model_wrapped, self.optimizer = self.accelerator.prepare(distillation, optimizer)
         if self.is_fsdp_enabled:
             self.model = self.model_wrapped
+            self.model.set_reshard_after_forward(True)  # the root, too: it would not see what is written into parts
         self._parameters = dict(self.accelerator.unwrap_model(self.model_wrapped).student.named_parameters())
         self._weights = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._masks = {
-            name: part(like(mask, self._weights[name])) for name, mask in what.fixed.items() if name in self._weights
-        }
+        self._masks = {name: like(mask, self._weights[name]) for name, mask in what.fixed.items()}
 
     def run(self, steps: int, rate: float, done: Callable[[int], object], begun: int = 0) -> None:
         """Take steps from the weights as they are, or from a checkpoint on.
@@ -96,7 +95,6 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         """
         self.args.max_steps, self.args.learning_rate, self._done = steps, rate, done
         self.args.gradient_accumulation_steps = -(-self.plan.batch // self.args.world_size // self.plan.micro_batch)
-        reshard(self.model)
         try:
             self.train(resume_from_checkpoint=str(checkpoint_in(self.args.output_dir, begun)) if begun else None)
         except RuntimeError as error:
@@ -149,7 +147,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
             NotFinite: They are not finite.
         """
         for name, mask in self._masks.items():
-            part(self._weights[name].grad).masked_fill_(mask, 0)
+            self._weights[name].grad.masked_fill_(mask, 0)
         norm = float(whole(self.accelerator.clip_grad_norm_(list(self._weights.values()), CLIP)))
         if not math.isfinite(norm):
             raise NotFinite(
@@ -172,7 +170,6 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
     def written(self, step: int) -> dict[str, torch.Tensor]:
         """The weights of the checkpoint to write, by its class's names, as they were after a step; fp32 in main memory."""
         self.accelerator.wait_for_everyone()  # the first process has saved them
-        reshard(self.model)
         return self._what.written(load_file(checkpoint_in(self.args.output_dir, step) / WEIGHTS))
 
     def put(self, written: Mapping[str, torch.Tensor]) -> None:
@@ -180,7 +177,6 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self._copy(self._what.as_parameters(written))
 
     def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
-        reshard(self.model)
         with torch.no_grad():
             for name, weight in weights.items():
                 self._parameters[name].copy_(like(weight, self._parameters[name]))

@@ -61,12 +61,10 @@ def write_files(
     Raises:
         Failure: A value is not finite in the dtype that it is stored in.
     """
-    shards: dict[str, list[str]] = {file: [] for file in reader.files}
-    for name in reader.infos:
-        shards[reader.file(name)].append(name)
     total = sum(info.nbytes for info in reader.infos.values())
     with stage(progress, "write", total, "byte") as done:
-        for file, names in shards.items():
+        for file in reader.files:
+            names = [name for name in reader.infos if reader.file(name) == file]
             tensors = {name: healed[name] if name in healed else reader[name] for name in names}
             yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 

@@ -44,20 +44,20 @@ def _environment() -> Any:
     return environment
 
 
-def metadata_of(base: str | None, tags: list[str], licence: Any) -> dict[str, Any]:
+def metadata_of(base: str | None, tags: list[str], directory: Path) -> dict[str, Any]:
     """What the Hub shows of a checkpoint, as conversion.json keeps it.
 
     Args:
         base: The Hub's name of the source; None if it has none.
         tags: Besides "kvfold".
-        licence: From `inherited_licence`.
+        directory: The source's, whose licence it inherits.
     """
     return {
         "base_model": base,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["kvfold", *tags],
-        "license": licence,
+        "license": inherited_licence(directory),
     }
 
 

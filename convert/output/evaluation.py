@@ -22,13 +22,12 @@ from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
+_LABELS = "source", "converted", "healed"  # of the models in a report
 
 
 def evaluated(
     work: Work,
     provenance: Mapping[str, Any],
-    models: Mapping[str, Source],
-    label: str,
     text: Text,
     settings: EvaluationSettings,
     seen: Tokens | None,
@@ -40,8 +39,6 @@ def evaluated(
     Args:
         work: Holds the checkpoint, all but its card; kept for `--resume`.
         provenance: Of the checkpoint. The report reads method, text and healing from it.
-        models: The checkpoints that it was made from, by the names that the report gives them; the source first.
-        label: The name that the report gives the checkpoint.
         text: The held-out text.
         settings: How to evaluate.
         seen: The text that the checkpoint was fitted to, which would flatter an evaluation; None if that is not compared.
@@ -52,8 +49,8 @@ def evaluated(
         Failure: The evaluation failed. `--resume` without `--evaluate` publishes the checkpoint.
     """
     write_provenance(work.path, provenance)
-    made_from = [replace(model, label=name) for name, model in models.items()]
-    result = made_from[0].beside(work.path, label)
+    made_from = [replace(model, label=label) for label, model in zip(_LABELS, work.models, strict=False)]
+    result = made_from[0].beside(work.path, _LABELS[len(made_from)])
     settings = replace(settings, cache_dtypes=_formats(provenance, (*made_from, result)))
     if settings.cache_dtypes and isinstance(opening, Opened):  # caches in a format need models of their own
         opening.free()

@@ -31,7 +31,7 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance, write_provenance
 from convert.output.lock import exclusive
 from eval.inputs.reader import Reader
-from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
+from eval.inputs.sealed import read_object, seal, sync_directory, sync_tree, unchanged, unsealed, write_whole
 from eval.inputs.source import Source
 from eval.machine.device import out_of_memory
 
@@ -73,11 +73,8 @@ def writing(
             work.begin()
             yield work
             assert work.provenance, "the block completes the work"
-            try:
-                require_unchanged()
-            except Failure:
-                work.discard()  # no run can go on from a mixture
-                raise
+            work.kept = False  # no run can go on from a mixture
+            require_unchanged()
             work.publish()
         except KvfoldError as error:
             if not (work.kept or isinstance(error, Interrupted)):
@@ -128,6 +125,7 @@ class Work:
 
     Attributes:
         noun: For messages.
+        models: The checkpoints that are read.
         path: The directory of the growing checkpoint.
         steps: The directory of finished steps.
         training: The directory of a training's states.
@@ -141,9 +139,9 @@ class Work:
         self.noun, self._given, self._output = noun, output, output.path.resolve()  # now: what appears later may be a link
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
         self._digest = hashlib.sha256(json.dumps([self._inputs, dict(optional)], sort_keys=True).encode()).hexdigest()
-        self._models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
+        self.models, self._started, self._began = models, datetime.now(UTC), time.monotonic()
         self._root = partial_path(output.path)
-        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
+        self._checked = set[str]()  # values whose files this run has written or checked
         self._replaceable: dict[str, tuple[int, int, int]] = {}
         self.kept = False
         self.path, self.steps, self.training = (self._root / part for part in (CHECKPOINT, _STEPS, _TRAINING))
@@ -214,37 +212,27 @@ class Work:
             self.kept = True
             raise Failure(f"no memory left on {device}: {' '.join(str(error).split())[:120]}", hint=hint) from None
 
-    def done(self, shard: str) -> Any | None:
-        """The note of a finished shard, or None. Only verified shards have a note.
+    def recall(self, name: str) -> Any | None:
+        """The value that this or an earlier run stored under a name, or None. Files that it is about must be as they were.
 
-        On the first call for a shard, its file is read and must match the noted checksum.
+        They are read on the first call.
         """
-        if shard not in self._done:
-            noted, file = self.recall(shard), self.path / shard
-            if not noted or not file.is_file() or noted["sha256"] != checksum(file):
-                return None
-            self._done[shard] = json.dumps(noted["note"])
-        return json.loads(self._done[shard])
+        noted = unsealed(self.steps / f"{name}.json")
+        if noted is None or not (name in self._checked or unchanged(self.path, noted["files"])):
+            return None
+        self._checked.add(name)
+        return noted["value"]
 
-    def note(self, shard: str, value: Any, sha256: str) -> None:
-        """Store `value` for a finished shard, so that a resumed run can still report it.
+    def remember(self, name: str, value: Any, files: Mapping[str, str] | None = None) -> None:
+        """Store a JSON value for a resumed run.
 
         Args:
-            shard: The file's name.
+            name: Its name; that of a finished shard is the file's.
             value: Any JSON value except None.
-            sha256: The file's checksum from `write_shard`.
+            files: The files of the checkpoint that it is about, with their checksums, as from `write_shard`.
         """
-        self.remember(shard, {"sha256": sha256, "note": value})
-        self._done[shard] = json.dumps(value)
-
-    def recall(self, name: str) -> Any | None:
-        """The value that an earlier run stored under a name, or None."""
-        noted = unsealed(self.steps / f"{name}.json")
-        return None if noted is None else noted["value"]
-
-    def remember(self, name: str, value: Any) -> None:
-        """Store a JSON value for a resumed run."""
-        seal(self.steps / f"{name}.json", {"value": value})
+        seal(self.steps / f"{name}.json", {"value": value, "files": dict(files or {})})
+        self._checked.add(name)
 
     def require_space(self, needed: int) -> None:
         """Fail if the disk cannot hold `needed` more bytes; finished steps stay for `--resume`."""
@@ -267,8 +255,8 @@ class Work:
         """
         (self.path / "README.md").write_text(card, encoding="utf-8")
         files = {
-            ("" if model is self._models[-1] else "teacher/") + name: stat
-            for model in self._models
+            ("" if model is self.models[-1] else "teacher/") + name: stat
+            for model in self.models
             for name, stat in model.fingerprint.items()
         }
         run = {

@@ -1,6 +1,6 @@
 """The targets that a plan converts to, and what a text chooses for one.
 
-Each has its recipe and its facts; `convert.execute.layer` changes layers.
+Each has its recipe and its facts; `convert.execute.job` changes layers.
 """
 
 from __future__ import annotations

@@ -94,6 +94,11 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def unchanged(directory: Path, files: Mapping[str, str]) -> bool:
+    """Whether files of a directory are there, with these checksums by their names."""
+    return all((directory / name).is_file() and checksum(directory / name) == of for name, of in files.items())
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it exists either completely or not at all, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")

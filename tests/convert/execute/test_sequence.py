@@ -15,7 +15,7 @@ from written import Convert, Logits, Make, damage, layer_notes, ok, read, refuse
 from convert.calibration.refine import _TOLERATED
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.execute import sequence
+from convert.execute.job import Job
 
 SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 
@@ -96,8 +96,8 @@ def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     rows(
-        [*((sequence, "as_stored", count) for count in (1, 2, 3)), *((LayerStream, "advance", count) for count in range(1, 6))],
-        [(sequence, "as_stored", 2), (LayerStream, "advance", 4)],
+        [*((Job, "as_stored", count) for count in (1, 2, 3)), *((LayerStream, "advance", count) for count in range(1, 6))],
+        [(Job, "as_stored", 2), (LayerStream, "advance", 4)],
     ),
 )
 def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(

@@ -8,7 +8,7 @@ from typing import Any
 import stopping
 from accelerate.state import AcceleratorState, DistributedType
 
-from convert.healing.team import part, whole
+from convert.healing.team import whole
 from convert.healing.trainer import HealingTrainer
 
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -22,9 +22,8 @@ def _sharded(state: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **opt
 
 
 def _sharding(trainer: HealingTrainer, *given: Any, **named: Any) -> Any:
-    assert all(
-        2 * part(weight).numel() == whole(weight).numel() for weight in trainer.weights().values() if len(weight) % 2 == 0
-    )
+    weights: list[Any] = [weight for weight in trainer.weights().values() if len(weight) % 2 == 0]
+    assert all(2 * weight.to_local().numel() == whole(weight).numel() for weight in weights)
     return _loss(trainer, *given, **named)
 
 

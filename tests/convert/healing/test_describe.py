@@ -22,7 +22,7 @@ def said(path: Path, teacher: Path, text: Path, sizes: dict[str, Any], out: Path
     start, end = Point(0, 0, 0.0, None, 0.5, 0.6), Point(2, 128, 1e-3, 0.4, 0.3, 0.2)
     outcome = Outcome(Progressed(1e-3, {}, [start, end]), end, {"a": torch.zeros(1)})
     texts = TrainingTexts.read(plan)
-    return card(plan, provenance_of(plan, texts.facts, texts.known, outcome))
+    return card(plan, provenance_of(plan, texts.facts, texts.whole(), outcome))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from attention.encoded_forward import rounding_cache, store_encoded
 from attention.formats import FORMATS
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.healing import loss as module
-from convert.healing.loss import Distillation, chunks, distance, hidden_states, logits_of, measured
+from convert.healing.loss import Distillation, distance, hidden_states, logits_of, measured
 
 VOCABULARY = 11
+ROWS = 3  # at a time, of seven
 
 
 def logits(seed: int, tokens: int = 7) -> torch.Tensor:
@@ -32,24 +32,12 @@ def whole(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(found.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none").sum()
 
 
-@pytest.fixture
-def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * VOCABULARY)  # three tokens at a time
-
-
-@pytest.mark.usefixtures("small_spans")
-def test_spans_cover_all_tokens_once() -> None:
-    assert chunks(7, VOCABULARY) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert chunks(2, 10**9) == [slice(0, 1), slice(1, 2)]
-
-
-@pytest.mark.usefixtures("small_spans")
 def test_value_and_gradients_are_those_of_all_logits_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     teacher = logits(1)
-    found = distance(hidden, lambda h: h @ weight.T, lambda chunk: teacher[chunk], VOCABULARY, [weight])
+    found = distance(hidden, lambda h: h @ weight.T, lambda chunk: teacher[chunk], ROWS, [weight])
     (2 * found).backward()
     slopes = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
@@ -59,10 +47,9 @@ def test_value_and_gradients_are_those_of_all_logits_at_once() -> None:
     torch.testing.assert_close(slopes, (hidden.grad, weight.grad))
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_tokens_are_measured_in_both_models() -> None:
     teacher, student, targets = logits(0), logits(1), torch.arange(7)
-    found = measured(student, lambda h: h, lambda chunk: teacher[chunk], targets, VOCABULARY)
+    found = measured(student, lambda h: h, lambda chunk: teacher[chunk], targets, ROWS)
     assert float(found[:, 0].sum()) == pytest.approx(float(whole(student, teacher)))
     for losses, model in ((found[:, 1], student), (found[:, 2], teacher)):
         expected = torch.nn.functional.cross_entropy(model, targets, reduction="none").double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from transformers import TrainerCallback, integrations
 from transformers.integrations import integration_utils
 from written import Convert, Logits, constants_stay, edit, raising, refused, same_but_for_the_run, weights
 
-from attention.errors import Failure, Interrupted
+from attention.errors import Failure, Interrupted, Refusal
 from attention.models import AUTO_MAP, CODE
 from convert import Healing, heal
 from convert.healing import run
 from convert.healing.plan import start_rate
+from convert.healing.texts import TrainingTexts
 from convert.healing.trainer import HealingTrainer, share
 from convert.healing.weights import write_beside
+from convert.output.destination import Output
 from eval import evaluate
 from eval.inputs.source import Source
 
@@ -320,3 +323,48 @@ def test_too_little_memory_is_said(
     assert not any("GB free" in said for said in warned())
     heal(converted, tmp_path / "again", text=text, **sizes)
     assert any("cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in said for said in warned())
+
+
+# ---- what a time allows ------------------------------------------------------------------------------------------------
+
+PACES = 0.01, 0.002  # seconds of a token in a step and in a measurement
+
+
+def test_a_time_is_as_many_tokens_as_it_takes(
+    converted: Path, text: Path, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_paces", lambda plan, module: PACES)
+    given = {"text": text, "dry_run": True, "context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3}
+    for time, seconds in (("1min", 60), (30, 30), ("0.5h", 1800)):
+        plan = heal(converted, tmp_path / "out", time=time, **given).plan
+        assert run._seconds(plan, TrainingTexts.read(plan), *PACES) == pytest.approx(seconds, rel=0.1)
+    for changes, says in (
+        ({"time": 1}, r"a healing of 128 tokens takes .* seconds here, longer than --time allows"),
+        ({"time": "1h", "tokens": 100}, "contradict each other"),
+        ({"time": "1x"}, r"'1x' is not a time"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            heal(converted, tmp_path / "out", **(given | changes))
+    monkeypatch.setattr(run, "launched_count", lambda: 2)
+    with pytest.raises(Refusal, match="2 processes would each time steps"):
+        heal(converted, tmp_path / "two", time=30, **given)
+
+
+def test_what_was_begun_keeps_its_tokens(healed: Healing, tmp_path: Path) -> None:
+    """However fast its steps are now; one that is finished and replaced is timed anew."""
+    plan = replace(healed.plan, asked=10**9, output=replace(healed.plan.output, resume=True))
+    resumed = run.within(plan, 1.0, lambda *_: None)
+    assert (resumed.tokens, resumed.batch, resumed.steps) == (640, 4, 10)
+    assert run._begun(replace(plan.output, overwrite=True)) is None
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "inputs.json").write_text('{"tokens": 1280, "batch_tokens": 64}')
+    assert run._begun(Output(tmp_path / "out", resume=True, overwrite=True)) == (1280, 64)
+
+
+def test_steps_are_timed_and_leave_nothing_behind(converted: Path, text: Path, tmp_path: Path) -> None:
+    told: list[Any] = []
+    sizes = {"context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3, "train": "all"}
+    given = {"time": 20, "dry_run": True, "progress": lambda *progress: told.append(progress)}
+    assert heal(converted, tmp_path / "out", text=text, **given, **sizes).plan.tokens > 1000
+    assert told[-1] == ("time steps", 9, 9, "step")
+    assert not list(tmp_path.glob("out*"))

@@ -117,7 +117,7 @@ def test_it_is_read_again_where_its_file_is_given(
     given = {"text": healed.output / OWN_TEXT, "dry_run": True} | sizes
     texts = TrainingTexts.read(heal(converted, tmp_path / "out", **given).plan)
     assert texts.rows_to_write == 0
-    assert torch.equal(texts.known.tokens.ids.view(-1, 16), load_file(healed.output / OWN_TEXT)["ids"].long())
+    assert torch.equal(texts.whole().tokens.ids.view(-1, 16), load_file(healed.output / OWN_TEXT)["ids"].long())
 
 
 def test_without_text_the_teacher_writes_all_of_it(converted: Path, sizes: dict[str, Any], tmp_path: Path) -> None:

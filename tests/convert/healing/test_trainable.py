@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
 from convert.healing.plan import named
-from convert.healing.trainable import Adapted, Trainable, compute_layers_again, fixed
+from convert.healing.trainable import Trainable, compute_layers_again, fixed
 from convert.planning.allowed import readable
 from eval.inputs.source import Source
 
@@ -126,10 +126,10 @@ def loaded(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=True).requires_grad_(False)
 
 
-def adapted(path: Path, rank: int = 4) -> tuple[Any, Adapted, list[str]]:
+def adapted(path: Path, rank: int = 4) -> tuple[Any, Trainable, list[str]]:
     model = loaded(path)
     names = trained(model, named(model, readable(Source.parse(str(path), True)), 3, "lora"))
-    return model, Adapted(model, names, rank, 0), names
+    return model, Trainable(model, names, rank, 0), names
 
 
 @pytest.mark.parametrize("kind", ["mqa", "mla", "qwen2 mla", "gpt2 mqa", "gpt2 mla", "gpt_neox mqa", "qwen3 mla"])

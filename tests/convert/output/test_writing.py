@@ -70,7 +70,7 @@ def make(
     with writing("making", output, models, INPUTS | inputs, {"heal": optional}) as work:
         if work.provenance:
             return None
-        work.note(SHARD, [{"layer": 0}], shard(work))
+        work.remember(SHARD, [{"layer": 0}], {SHARD: shard(work)})
         (work.path / "config.json").write_text('{"model_type": "llama"}')
         if kept:
             work.kept = True
@@ -96,22 +96,22 @@ def earlier(path: Path) -> None:
 
 def test_a_noted_shard_is_done_also_for_the_next_run(tmp_path: Path) -> None:
     work = opened(tmp_path / "out")
-    assert work.done(SHARD) is None
-    work.note(SHARD, [{"layer": 0, "converted": ["x"]}], shard(work))
+    assert work.recall(SHARD) is None
+    work.remember(SHARD, [{"layer": 0, "converted": ["x"]}], {SHARD: shard(work)})
     again = opened(tmp_path / "out", resume=True)
     for one in (work, again):
-        assert one.done(SHARD) == [{"layer": 0, "converted": ["x"]}]
-        one.done(SHARD).clear()
-        assert one.done(SHARD), "what a caller does to it is the caller's"
+        assert one.recall(SHARD) == [{"layer": 0, "converted": ["x"]}]
+        one.recall(SHARD).clear()
+        assert one.recall(SHARD), "what a caller does to it is the caller's"
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("victim", [f"checkpoint/{SHARD}", f"steps/{SHARD}.json"])
 def test_a_shard_or_note_that_changed_is_not_done(victim: str, damage: str, tmp_path: Path) -> None:
     work = opened(tmp_path / "out")
-    work.note(SHARD, [{"layer": 0}], shard(work))
+    work.remember(SHARD, [{"layer": 0}], {SHARD: shard(work)})
     DAMAGE[damage](partial_path(tmp_path / "out") / victim)
-    assert opened(tmp_path / "out", resume=True).done(SHARD) is None
+    assert opened(tmp_path / "out", resume=True).recall(SHARD) is None
 
 
 def synced(monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], object]) -> None:
@@ -121,7 +121,7 @@ def synced(monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], object]) -> No
 def test_a_note_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, names = opened(tmp_path / "out"), list[str]()
     synced(monkeypatch, names.append)
-    work.note(SHARD, [], shard(work))
+    work.remember(SHARD, [], {SHARD: shard(work)})
     assert names == [f"{SHARD}.tmp", "checkpoint", f"{SHARD}.json.tmp", "steps"]
 
 
@@ -253,9 +253,10 @@ def make(resume=False):
     with writing("making", Output(out, overwrite=overwrite, resume=resume), [], {"a": 1}) as work:
         if work.provenance:
             return
-        if not work.done("model.safetensors"):
+        if not work.recall("model.safetensors"):
             tensors = {"x": torch.ones(64)}
-            work.note("model.safetensors", [{}], write_shard(work.path / "model.safetensors", tensors, {"x": torch.float32}))
+            checksum = write_shard(work.path / "model.safetensors", tensors, {"x": torch.float32})
+            work.remember("model.safetensors", [{}], {"model.safetensors": checksum})
         (work.path / "config.json").write_text('{"model_type": "llama"}')
         work.complete({"kvfold": "", "recipe": {"mqa": {}}}, "a card")
 
@@ -379,7 +380,7 @@ def test_another_work_is_left_alone(tmp_path: Path) -> None:
         make(out)
     with pytest.raises(Refusal, match="groups: 2 then, 1 now"):
         make(out, resume=True, groups=1)
-    assert opened(out, resume=True).done(SHARD)
+    assert opened(out, resume=True).recall(SHARD)
     assert make(out, resume=True, overwrite=True, groups=1)
 
 
@@ -388,7 +389,7 @@ def test_too_little_space_removes_what_is_of_no_use(tmp_path: Path) -> None:
     for steps, stays in ((False, False), (True, True)):
         with pytest.raises(Failure, match="no space") as caught, writing("making", Output(out), [], INPUTS) as work:  # noqa: PT012
             if steps:
-                work.note(SHARD, [], shard(work))
+                work.remember(SHARD, [], {SHARD: shard(work)})
             work.require_space(2**62)
         assert partial_path(out).exists() == ("--resume" in str(caught.value.hint)) == stays
 
