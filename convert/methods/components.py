@@ -57,15 +57,10 @@ class RopeKeys:
         copying = power.real.new_zeros(len(power)) if statistics.copying is None else statistics.copying
         return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics), copying)
 
-    @property
-    def waves(self) -> torch.Tensor:
-        """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
-        return waves_at(rotary_of(self.attention), self.mass)
-
     @cached_property
     def phase(self) -> torch.Tensor:
-        """`[H, L]`, φ: the mean of the waves over each head's distances."""
-        waves = self.waves
+        """`[H, L]`, φ: the mean of e^{iθ_l (s − t)} over each head's distances."""
+        waves = waves_at(rotary_of(self.attention), self.mass)
         return self.mass.to(waves.dtype) @ waves
 
     @property
@@ -75,34 +70,6 @@ class RopeKeys:
 
     def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.repeat_interleave(self.repeats, 0)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The components of a layer that stay rotary.
-
-    Attributes:
-        pairs: For each of m components, the number of its frequency.
-        coefficients: `[H, L, m]` complex, s.
-        keys: `[m, E + 1]` complex, y.
-    """
-
-    pairs: tuple[int, ...]
-    coefficients: torch.Tensor
-    keys: torch.Tensor
-
-    def rope(self, keys: RopeKeys) -> RopePart:
-        """The rotary part that they are."""
-        kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
-        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
-        return RopePart(kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0])
-
-    def rest(self, keys: RopeKeys) -> torch.Tensor:
-        """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
-        whole = keys.phase[..., None] * keys.per_query_head(keys.z)
-        left = whole - (keys.phase[:, list(self.pairs)][:, None] * self.coefficients) @ self.keys
-        rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
-        return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
 
 
 @dataclass(frozen=True)
@@ -137,10 +104,25 @@ class Components:
         u = u.gather(2, order[:, None].expand_as(u))
         return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)
 
-    def kept(self, keys: RopeKeys, pairs: tuple[int, ...]) -> Kept:
-        """The costliest components of each frequency, as many as its entries in `pairs`."""
+    def kept(self, keys: RopeKeys, pairs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The costliest components of each frequency, as many as its entries in `pairs`: s `[H, L, m]`, and y `[m, E + 1]`."""
         parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
         coefficients = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
             coefficients[:, pair, m] = self.basis[pair, :, part]
-        return Kept(pairs, keys.per_query_head(coefficients), self.keys[list(pairs), parts])
+        return keys.per_query_head(coefficients), self.keys[list(pairs), parts]
+
+
+def split(keys: RopeKeys, pairs: tuple[int, ...]) -> tuple[RopePart, torch.Tensor]:
+    """The rotary part of the costliest components, and the nope keys of each query head for the remainder, `[H, 2 L, E + 1]`.
+
+    They are zeros where only rounding remains.
+    """
+    rotary, (coefficients, shared) = rotary_of(keys.attention), Components.of(keys).kept(keys, pairs)
+    kept = rotary.select(pairs, "interleaved")
+    queries = torch.einsum("hlm,hle->hme", coefficients.conj(), keys.w)
+    rope = RopePart(kept, kept.from_complex(queries), kept.from_complex(shared[None])[0])
+    whole = keys.phase[..., None] * keys.per_query_head(keys.z)
+    left = whole - (keys.phase[:, list(pairs)][:, None] * coefficients) @ shared
+    rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
+    return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left)

@@ -24,7 +24,7 @@ import torch
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import augmented, leading, root, roots
-from convert.methods.components import Components, RopeKeys
+from convert.methods.components import Components, RopeKeys, split
 from convert.methods.frequencies import pairs_by_loss, pairs_on_ladder
 from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part
 from convert.methods.statistics import Attended, Statistics, excerpt
@@ -70,10 +70,8 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
-    keys = RopeKeys.of(attention, statistics)
-    kept = Components.of(keys).kept(keys, allocation.pairs)
-    nope = rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)
-    return kept.rope(keys), torch.cat((kept.rest(keys), nope), 1)
+    rope, rest = split(RopeKeys.of(attention, statistics), allocation.pairs)
+    return rope, torch.cat((rest, rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)), 1)
 
 
 @dataclass(frozen=True)

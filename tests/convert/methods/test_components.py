@@ -10,7 +10,8 @@ from records import inputs, measured, record
 
 from attention.record import Attention
 from attention.rope import Rotary
-from convert.methods.components import Components, RopeKeys
+from convert.methods.components import Components, RopeKeys, split
+from convert.methods.distances import waves_at
 from convert.methods.latent import rotary_of
 from convert.methods.statistics import Statistics
 
@@ -23,20 +24,19 @@ def keys_of(a: Attention, text: bool = True) -> RopeKeys:
 def test_all_components_together_are_the_keys(text: bool) -> None:
     keys = keys_of(record(3, 2, 4, 1, 30), text)
     every = tuple(pair for pair in range(4) for _ in range(3))
-    kept = Components.of(keys).kept(keys, every)
-    whole = torch.einsum("hlm,me->hle", kept.coefficients, kept.keys)
+    whole = torch.einsum("hlm,me->hle", *Components.of(keys).kept(keys, every))
     torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
-    assert not kept.rest(keys).any(), "nothing but rounding is left"
+    assert not split(keys, every)[1].any(), "nothing but rounding is left"
 
 
 def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
     a = record(2, 2, 3, 0, 30)
     keys = keys_of(a)
-    kept = Components.of(keys).kept(keys, (1,))
-    rest = torch.complex(*kept.rest(keys).unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
+    coefficients, shared = Components.of(keys).kept(keys, (1,))
+    rest = torch.complex(*split(keys, (1,))[1].unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
     distance = torch.arange(keys.mass.shape[1], dtype=torch.float64)
     for h in range(4):
-        left = keys.z[h // 2] - kept.coefficients[h] @ kept.keys
+        left = keys.z[h // 2] - coefficients[h] @ shared
         turned = torch.exp(-1j * distance[:, None] * rotary_of(a).frequencies)[..., None] * left
         torch.testing.assert_close(rest[h], (keys.mass[h][:, None, None] * turned).sum(0), rtol=1e-9, atol=1e-9)
 
@@ -63,5 +63,5 @@ def test_phases_turn_as_the_sequence_does() -> None:
     short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
     a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
     for tokens, expected in ((20, short), (21, long)):
-        waves = RopeKeys.of(a, measured(inputs(20, tokens=tokens))).waves
+        waves = waves_at(rotary_of(a), RopeKeys.of(a, measured(inputs(20, tokens=tokens))).mass)
         torch.testing.assert_close(waves[1], torch.exp(-1j * expected))
