@@ -17,7 +17,7 @@ from attention.forward import attention_output
 from convert.execute.job import Job
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
-from convert.methods.statistics import Statistics, excerpt
+from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.targets import Choice, LatentTarget
 from eval.terminal.progress import stage
 
@@ -60,7 +60,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             before, measured = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
             assert measured.sample is not None
             assert measured.inverse_energy is not None
-            blocks = excerpt(measured.sample).blocks
+            blocks = measured.sample.spread(EXCERPT).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
             importance = 1 / max(energy, _SILENT) if job.normalises_output(layer) else measured.inverse_energy

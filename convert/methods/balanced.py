@@ -22,7 +22,7 @@ from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from convert.methods.algebra import augmented, roots
 from convert.methods.blocks import Blocks
-from convert.methods.statistics import Statistics, excerpt
+from convert.methods.statistics import EXCERPT, Statistics
 
 _PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
 _ROUNDING = 1e-6  # what moments of a text of one token are apart from that, of either sign, as a share of the largest
@@ -88,7 +88,7 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
         a: No clamp is behind its projections.
         sample: The layer's inputs.
     """
-    heads = [heads_of(a, block.float()) for block in excerpt(sample).blocks]
+    heads = [heads_of(a, block.float()) for block in sample.spread(EXCERPT).blocks]
     a = _balanced_keys(a, heads)
     values = torch.cat([values_of(a, each) for each in heads], 1).double()
     repeats = len(a.q) // len(a.v)

@@ -210,11 +210,6 @@ def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> to
     return rows * torch.erf(clip / (2**0.5 * deviation))
 
 
-def excerpt(sample: Blocks) -> Blocks:
-    """At most `EXCERPT` tokens of a sample in evenly spread rows, but at least one row."""
-    return sample.spread(EXCERPT)
-
-
 def _with_constant(second: torch.Tensor, mean: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
     """`[E + 1, E + 1]` of `[E, E]`, of the products with a constant `[E]`, and of its square."""
     corner = constant.reshape(1, 1)

@@ -27,7 +27,7 @@ from convert.methods.algebra import augmented, leading, root, roots
 from convert.methods.components import Components, RopeKeys, split
 from convert.methods.frequencies import pairs_by_loss, pairs_on_ladder
 from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part
-from convert.methods.statistics import Attended, Statistics, excerpt
+from convert.methods.statistics import EXCERPT, Attended, Statistics
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -42,7 +42,7 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     del rest  # one of the largest tensors here
     if statistics.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
-    sample = excerpt(statistics.sample)
+    sample = statistics.sample.spread(EXCERPT)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 

@@ -169,12 +169,6 @@ def capacity(
     spec = family.spec
     whole, own = count_parameters(source.config), _parameters(family.shapes, spec)
     rows = []
-
-    def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
-        parameters = whole - own + _parameters(shapes, spec)
-        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
-        rows.append(row | {"parameters": parameters, "engines": engines})
-
     hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
@@ -184,13 +178,18 @@ def capacity(
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
-        if target == spec:
-            add(target, family.shapes, None)
-        elif carrier := hosts[kind][0]:
-            sized = carrier.sized(source.raw, family, target)
-            made = (carrier, family, target)
+        shapes, engines, carrier = family.shapes, None, hosts[kind][0]
+        if target != spec:
+            if carrier is None:
+                continue
+            shapes, made = (
+                carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes,
+                (carrier, family, target),
+            )
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
-            add(target, carrier.layout(family).of(sized).shapes, engines)
+        parameters = whole - own + _parameters(shapes, spec)
+        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
+        rows.append(row | {"parameters": parameters, "engines": engines})
     facts = {
         "model": source.reference,
         "dtype": dtype,
