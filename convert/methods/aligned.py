@@ -28,7 +28,7 @@ from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.distances import rotated_moments
 from convert.methods.grouped import GroupedMethod, merged_norm
-from convert.methods.statistics import Statistics, expected_rows, expected_size
+from convert.methods.statistics import Statistics, expected_rows
 from convert.methods.text import TextUse
 
 _LEAST_GAIN = 1e-6  # of the largest: rows are not divided by less
@@ -115,9 +115,10 @@ def merge(attention: Attention, groups: int, statistics: Statistics) -> Attentio
     """K̂, V̂ with `groups` heads, and the queries and output columns to match; fp32. Equal heads merge without loss."""
     a, seen = attention, statistics.shrunk(attention.projections).to(attention.k.device)
     repeats, moment = len(a.q) // a.num_kv_heads, seen.with_constant
-    plain_q, plain_k, v = augmented(a.q, a.q_bias), augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
-    # As large as a QK-norm makes them: [G, repeats, D, E + 1] and [G, D, E + 1].
-    q, k = expected_rows(plain_q, a.q_norm, moment).unflatten(0, (-1, repeats)), expected_rows(plain_k, a.k_norm, moment)
+    # As large as a QK-norm makes them.
+    q, q_sizes = expected_rows(augmented(a.q, a.q_bias), a.q_norm, moment)
+    k, k_sizes = expected_rows(augmented(a.k, a.k_bias), a.k_norm, moment)  # [G, D, E + 1]
+    q, v = q.unflatten(0, (-1, repeats)), augmented(a.v, a.v_bias)  # [G, repeats, D, E + 1]
     o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, repeats))  # [G, repeats, E, D]
     columns, parts = o.flatten(1, 2), _parts(a, q, k, seen)
     of_values = _Blocks.of(v, columns.mT @ columns, seen.attended.read_with_constant)
@@ -130,10 +131,8 @@ def merge(attention: Attention, groups: int, statistics: Statistics) -> Attentio
         outputs.append(o[heads] @ back[:, None])
         values.append(value)
     k_norm = merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1))
-    of_queries = _sizes(plain_q, a.q_norm, moment)
-    of_keys = _sizes(plain_k, a.k_norm, moment).unflatten(0, (groups, -1)).mean(1)
-    q = _before(a.q_norm, torch.stack(queries).flatten(0, 2), of_queries).float()
-    k = _before(k_norm, torch.stack(keys), of_keys).float()
+    q = _before(a.q_norm, torch.stack(queries).flatten(0, 2), q_sizes).float()
+    k = _before(k_norm, torch.stack(keys), k_sizes.unflatten(0, (groups, -1)).mean(1)).float()
     v = torch.stack(values).float()
     return replace(
         a,
@@ -168,16 +167,6 @@ def _parts(a: Attention, q: torch.Tensor, k: torch.Tensor, seen: Statistics) -> 
         blocks = _Blocks.of(keys, (rest @ moment @ rest.mT).sum(1), within) if a.k_norm is None else None
         parts.append((slice(rope, None), blocks or _Numbers.of(keys, keys @ within, power(rest))))
     return parts
-
-
-def _sizes(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
-    """`[heads, 1, 1]`, what a norm is expected to divide each head's rows by; ones without a norm."""
-    one = rows.new_ones(len(rows), 1, 1)
-    if norm is None:
-        return one
-    if norm.kind == "layer":
-        rows = rows - rows.mean((1,) if norm.scope == "head" else (0, 1), keepdim=True)
-    return one * expected_size(rows, norm, moment)
 
 
 def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ of E × E, one QR of (H + G) D × R and the attention of the sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -38,27 +37,23 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     """The latent attention."""
     statistics = statistics.shrunk(attention.projections).to(attention.k.device)
     rope, rest = _rope_part(attention, allocation, statistics)
-    latent = _Latent.of(attention, allocation, allocation.nope(rest), statistics)
+    factored, competing = _latent(attention, allocation, rope, allocation.nope(rest), statistics)
     del rest  # one of the largest tensors here
-    if statistics.sample is None or not latent.competing:
-        return latent.result(attention, rope, 1.0)
+    if statistics.sample is None or not competing:
+        return factored(1.0)
     sample = statistics.sample.spread(EXCERPT)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def tried(index: int) -> tuple[float, FactoredAttention]:
-        result = latent.result(attention, rope, _BALANCES[index])
+        result = factored(_BALANCES[index])
         return float((attention_output(result, trial) - expected).square().sum()), result
 
-    return _downhill(tried, len(_BALANCES))
-
-
-def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: int) -> FactoredAttention:
-    """The result with the least error of `count`, from the middle on: errors have one valley."""
-    index, best = count // 2, tried(count // 2)
+    index = len(_BALANCES) // 2  # errors have one valley
+    best = tried(index)
     for step in (1, -1):
         start = index
-        while 0 <= index + step < count and (further := tried(index + step))[0] < best[0]:
+        while 0 <= index + step < len(_BALANCES) and (further := tried(index + step))[0] < best[0]:
             index, best = index + step, further
         if index != start:
             break
@@ -74,69 +69,46 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     return rope, torch.cat((rest, rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)), 1)
 
 
-@dataclass(frozen=True)
-class _Latent:
-    """Weighted nope keys and values, prepared to be factored at any balance.
+def _latent(
+    a: Attention, allocation: Allocation, rope: RopePart, rest: torch.Tensor, statistics: Statistics
+) -> tuple[Callable[[float], FactoredAttention], bool]:
+    """Maps κ to the latent attention, and whether there are both keys and values to balance.
 
-    Attributes:
+    Args:
+        a: The record.
         allocation: What the layer is converted to.
-        keys: `[H, N, E]`, M^½ K.
-        values: `[G, D, E]`.
-        unweigh_keys: `[H, N, N]`, M^-½.
-        unweigh_values: `[G, D, D]`.
-        images: Keys and values times the root of Σ, `[H N, E]` and `[G D, E]`.
-        grams: Gram matrices of `images`, `[E, E]` each.
-        attended: The moments of the layer's input.
+        rope: Its rotary part.
+        rest: Its nope keys, `[H, N, E + 1]`.
+        statistics: Of the layer's input.
     """
+    attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
+    q = allocation.nope(augmented(a.q, a.q_bias))
+    weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
+    columns = a.o.double().permute(1, 0, 2)  # [H, E, D]
+    weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
+    keys, values = weigh_keys @ rest[..., :-1], weigh_values @ a.v.double()  # [H, N, E], [G, D, E]
+    spread, count = root(_common(attended)), keys.shape[0] * keys.shape[1]
+    images = keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread
+    grams = images[0].T @ images[0], images[1].T @ images[1]
+    competing = bool(grams[0].diagonal().sum() > 0 and grams[1].diagonal().sum() > 0)
 
-    allocation: Allocation
-    keys: torch.Tensor
-    values: torch.Tensor
-    unweigh_keys: torch.Tensor
-    unweigh_values: torch.Tensor
-    images: tuple[torch.Tensor, torch.Tensor]
-    grams: tuple[torch.Tensor, torch.Tensor]
-    attended: Attended
-
-    @classmethod
-    def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
-        repeats = attention.q.shape[0] // attention.num_kv_heads
-        q = allocation.nope(augmented(attention.q, attention.q_bias))
-        weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
-        columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
-        weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
-        keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
-        spread = root(_common(statistics.attended))
-        images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
-        grams = (images[0].T @ images[0], images[1].T @ images[1])
-        return cls(allocation, keys, values, unweigh_keys, unweigh_values, images, grams, statistics.attended)
-
-    @property
-    def competing(self) -> bool:
-        """Whether there are both keys and values to balance."""
-        return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
-
-    def result(self, a: Attention, rope: RopePart, balance: float) -> FactoredAttention:
-        """The latent attention at κ."""
-        alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
-        directions = leading(alpha**2 * self.grams[0] + self.grams[1], self.allocation.rank)
-        images = torch.cat((alpha * (self.images[0] @ directions), self.images[1] @ directions))
-        left = torch.linalg.qr(images).Q
-        heads, dim = self.keys.shape[:2]
-        of_keys = left[: heads * dim].unflatten(0, (heads, dim))
-        of_values = left[heads * dim :].unflatten(0, self.values.shape[:2])
-        down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
-        noise = _NOTHING * float(((down @ self.attended.seen) * down).sum(1).mean())
-        of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within, noise)
-        of_values = _regressed(self.values, of_values, down, self.attended.read_covariance, noise)
-        up_v = self.unweigh_values @ of_values
-        repeats = heads // len(self.values)
-        dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
+    def factored(balance: float) -> FactoredAttention:
+        alpha = (balance * grams[1].trace() / grams[0].trace()).sqrt() if competing else 1.0
+        directions = leading(alpha**2 * grams[0] + grams[1], allocation.rank)
+        left = torch.linalg.qr(torch.cat((alpha * (images[0] @ directions), images[1] @ directions))).Q
+        of_keys, of_values = left[:count].unflatten(0, keys.shape[:2]), left[count:].unflatten(0, (groups, dim))
+        down = alpha * left[:count].T @ keys.flatten(0, 1) + left[count:].T @ values.flatten(0, 1)
+        noise = _NOTHING * float(((down @ attended.seen) * down).sum(1).mean())
+        of_keys = _regressed(keys, of_keys / alpha, down, attended.within, noise)
+        up_v = unweigh_values @ _regressed(values, of_values, down, attended.read_covariance, noise)
+        dropped = (a.v.double() - up_v @ down) @ attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(repeats, 0))
         bias = bias if a.o_bias is None else bias + a.o_bias.double()
-        up_k, up_v = self.unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
-        return latent_attention(a, self.allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
+        up_k, up_v = unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
+        return latent_attention(a, allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
+
+    return factored, competing
 
 
 def _common(attended: Attended) -> torch.Tensor:

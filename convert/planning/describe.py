@@ -249,18 +249,17 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         cells += [bytes_text(row[key]) for key in ("kv_bytes_per_token", "kv_bytes", "weight_bytes")]
         cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
-    return (
-        f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, "
-        f"context {facts['context']}{within}\n\n"
-        + table(header, rows, right=range(1, len(header) - 1))
-        + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
-        + ("" if facts["mla"] else f"\n\n{rule_text()}")
-        + (f"\n\n{_LIMITED}" if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else "")
-        + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
-        + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
-        f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
-        + (", at most the positions that the model is made for." if limit else ".")
-    )
+    reach = ", at most the positions that the model is made for." if limit else "."
+    parts = [
+        f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, context {facts['context']}{within}",
+        table(header, rows, right=range(1, len(header) - 1)),
+        f"MLA: {facts['mla']}" if facts["mla"] else rule_text(),
+        *([_LIMITED] if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else []),
+        *facts.get("notes", ()),
+        f"kB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} "
+        f"of its memory\nat this context, and the longest context for which they do at this batch{reach}",
+    ]
+    return "\n\n".join(parts)
 
 
 def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
