@@ -121,6 +121,11 @@ class Plan(Request):
         return source, after.bytes_per_token(self.cache_dtype, self.context)
 
     @property
+    def from_weights_alone(self) -> bool:
+        """Whether its method would use text, and has none."""
+        return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED
+
+    @property
     def reads_projections(self) -> bool:
         """Whether what it makes is behind the source's projections (`attention.record.Projections`)."""
         return self.target.host.reads_projections(self.family)
@@ -193,7 +198,7 @@ class Plan(Request):
             notes.append(windows)
         if self.target.copies:
             notes += ["the calibration text is not used"] if self.text_given else []
-        elif text is None and self.target.method.text is TextUse.USED:
+        elif self.from_weights_alone:
             name = self.target.method.name
             notes.append(f"no calibration text: {name} uses weights and norm gains alone, which ruins most models")
         elif text and text.refit and (hiding := self.unmodelled):
