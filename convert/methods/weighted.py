@@ -73,7 +73,7 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
-    rope, rest = split(RopeKeys.of(attention, statistics), allocation.pairs)
+    rope, rest = RopeKeys.of(attention, statistics).split(allocation.pairs)
     return rope, torch.cat((rest, rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)), 1)
 
 
@@ -126,30 +126,21 @@ class RopeKeys:
     def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.repeat_interleave(self.repeats, 0)
 
+    @cached_property
+    def components(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weighted complex principal components at each frequency, those that lose most without RoPE first.
 
-@dataclass(frozen=True)
-class Components:
-    """Weighted complex principal components of the keys at each frequency, those that lose most without RoPE first.
-
-    Attributes:
-        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²) (1 + c copying_h), as a share of the sum of all with c = 0: the squared
-            logit error of not rotating each component, where heads that copy count more.
-        basis: `[L, G, G]`, coefficients of KV heads (rows) in components (columns).
-        keys: `[L, G, E + 1]`.
-    """
-
-    lost: torch.Tensor
-    basis: torch.Tensor
-    keys: torch.Tensor
-
-    @classmethod
-    def of(cls, keys: RopeKeys) -> Components:
-        power = keys.importance.square().unflatten(0, (-1, keys.repeats))
+        Returns:
+            `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²) (1 + c copying_h), as a share of the sum of all with c = 0: the squared
+            logit error of not rotating each component, where heads that copy count more; `[L, G, G]`, coefficients of KV heads
+            (rows) in components (columns); and the components, `[L, G, E + 1]`.
+        """
+        power = self.importance.square().unflatten(0, (-1, self.repeats))
         importance = power.sum(1).sqrt().T  # [L, G]
-        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.repeats))
-        weight = 1 + _COPYING * keys.copying.unflatten(0, (-1, keys.repeats))[..., None]
+        away_from_one = (1 - self.phase.abs().square()).clamp_min(0).unflatten(0, (-1, self.repeats))
+        weight = 1 + _COPYING * self.copying.unflatten(0, (-1, self.repeats))[..., None]
         away, urgent = (((power * part).sum(1) / power.sum(1)).T for part in (away_from_one, weight * away_from_one))
-        weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (keys.z, keys.moved))
+        weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (self.z, self.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
@@ -157,30 +148,30 @@ class Components:
         lost = lost / plain.sum().clamp_min(torch.finfo(lost.dtype).tiny)
         order = lost.argsort(dim=1, descending=True, stable=True)
         u = u.gather(2, order[:, None].expand_as(u))
-        return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)
+        return lost.gather(1, order), u / importance[..., None], u.mH @ weighted
 
-    def kept(self, keys: RopeKeys, pairs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def kept(self, pairs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """The costliest components of each frequency, as many as its entries in `pairs`: s `[H, L, m]`, and y `[m, E + 1]`."""
+        _, basis, components = self.components
         parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
-        coefficients = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
+        coefficients = basis.new_zeros(*self.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
-            coefficients[:, pair, m] = self.basis[pair, :, part]
-        return keys.per_query_head(coefficients), self.keys[list(pairs), parts]
+            coefficients[:, pair, m] = basis[pair, :, part]
+        return self.per_query_head(coefficients), components[list(pairs), parts]
 
+    def split(self, pairs: tuple[int, ...]) -> tuple[RopePart, torch.Tensor]:
+        """The rotary part of the kept components, and the nope keys of each query head for the remainder, `[H, 2 L, E + 1]`.
 
-def split(keys: RopeKeys, pairs: tuple[int, ...]) -> tuple[RopePart, torch.Tensor]:
-    """The rotary part of the costliest components, and the nope keys of each query head for the remainder, `[H, 2 L, E + 1]`.
-
-    They are zeros where only rounding remains.
-    """
-    rotary, (coefficients, shared) = rotary_of(keys.attention), Components.of(keys).kept(keys, pairs)
-    kept = rotary.select(pairs, "interleaved")
-    queries = torch.einsum("hlm,hle->hme", coefficients.conj(), keys.w)
-    rope = RopePart(kept, kept.from_complex(queries), kept.from_complex(shared[None])[0])
-    whole = keys.phase[..., None] * keys.per_query_head(keys.z)
-    left = whole - (keys.phase[:, list(pairs)][:, None] * coefficients) @ shared
-    rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
-    return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left)
+        They are zeros where only rounding remains.
+        """
+        rotary, (coefficients, shared) = rotary_of(self.attention), self.kept(pairs)
+        kept = rotary.select(pairs, "interleaved")
+        queries = torch.einsum("hlm,hle->hme", coefficients.conj(), self.w)
+        rope = RopePart(kept, kept.from_complex(queries), kept.from_complex(shared[None])[0])
+        whole = self.phase[..., None] * self.per_query_head(self.z)
+        left = whole - (self.phase[:, list(pairs)][:, None] * coefficients) @ shared
+        rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
+        return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left)
 
 
 def _latent(
@@ -250,8 +241,8 @@ def _regressed(
 
 
 def measure(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """`[L, G]`: what not rotating each component costs the logits (`Components.lost`)."""
-    return Components.of(RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))).lost
+    """`[L, G]`: what not rotating each component costs the logits (`RopeKeys.components`)."""
+    return RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device)).components[0]
 
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:

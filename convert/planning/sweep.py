@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,8 +44,8 @@ def plans_for(
     source, calibration = request.source, request.text
     require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
-    counts = Counter(name for name, *_ in candidates)
-    if twice := [name for name, count in counts.items() if count > 1]:
+    names_made = [name for name, *_ in candidates]
+    if twice := [name for name in names_made if names_made.count(name) > 1]:
         raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
     _require_use(calibration, [method for _, method, _ in candidates])
     if idle := sorted(set(names or ()) - {method.name for _, method, _ in candidates}):

@@ -17,7 +17,7 @@ from convert.methods.distances import waves_at
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation, rotary_of
 from convert.methods.statistics import Attended, Statistics
-from convert.methods.weighted import Components, RopeKeys, split
+from convert.methods.weighted import RopeKeys
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -79,16 +79,16 @@ def keys_of(a: Attention, text: bool = True) -> RopeKeys:
 def test_all_components_together_are_the_keys(text: bool) -> None:
     keys = keys_of(record(3, 2, 4, 1, 30), text)
     every = tuple(pair for pair in range(4) for _ in range(3))
-    whole = torch.einsum("hlm,me->hle", *Components.of(keys).kept(keys, every))
+    whole = torch.einsum("hlm,me->hle", *keys.kept(every))
     torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
-    assert not split(keys, every)[1].any(), "nothing but rounding is left"
+    assert not keys.split(every)[1].any(), "nothing but rounding is left"
 
 
 def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
     a = record(2, 2, 3, 0, 30)
     keys = keys_of(a)
-    coefficients, shared = Components.of(keys).kept(keys, (1,))
-    rest = torch.complex(*split(keys, (1,))[1].unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
+    coefficients, shared = keys.kept((1,))
+    rest = torch.complex(*keys.split((1,))[1].unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
     distance = torch.arange(keys.mass.shape[1], dtype=torch.float64)
     for h in range(4):
         left = keys.z[h // 2] - coefficients[h] @ shared
@@ -101,15 +101,15 @@ def test_what_a_component_loses_is_what_not_turning_costs() -> None:
     keys = keys_of(record(1, 1, 4, 0, 30))
     energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
     expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
-    torch.testing.assert_close(Components.of(keys).lost[:, 0], expected / expected.sum(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(keys.components[0][:, 0], expected / expected.sum(), rtol=1e-9, atol=0)
 
 
 def test_heads_that_copy_count_more() -> None:
     a = record(2, 1, 4, 0, 30)
-    plain = Components.of(keys_of(a)).lost
-    both = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 1 / 3], dtype=torch.float64))).lost
+    plain = keys_of(a).components[0]
+    both = dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)).components[0]
     torch.testing.assert_close(both, 2 * plain, rtol=1e-9, atol=0)
-    one = Components.of(dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 0.0], dtype=torch.float64))).lost
+    one = dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 0.0], dtype=torch.float64)).components[0]
     assert ((one > plain) & (one < both)).any()
 
 
