@@ -28,7 +28,7 @@ from convert.families import FAMILIES
 from convert.output.destination import Output
 from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
+from convert.planning.plans import plan_grouped
 from convert.planning.texts import texts_of
 from eval import evaluate
 from eval.inputs.source import Source

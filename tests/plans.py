@@ -9,8 +9,7 @@ from convert.methods import load_grouped, load_latent
 from convert.output.destination import Output
 from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
+from convert.planning.plans import plan_grouped, plan_latent
 from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -16,8 +17,7 @@ from convert.hosts.engines import engine_of
 from convert.output.destination import Output
 from convert.planning.base import Request
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
+from convert.planning.plans import plan_grouped, plan_latent
 from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.arguments import checked
@@ -93,15 +93,9 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         budget = _HALF
     if budget is not None:  # numbers are checked as strings are
         budget = parse_budget(f"{100 * budget:.12g}%" if isinstance(budget, float) else str(budget))
-    latent = LatentSize(
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope_dim,
-        budget=budget,
-        pad_rank=given["pad_rank"],
-        portable=given["portable"],
-        per_layer_ranks=given["per_layer_ranks"],
-        cache_dtype=given["cache_dtype"],
-    )
+    options_given: Mapping[str, Any] = given
+    same = {field.name: options_given[field.name] for field in fields(LatentSize) if field.name in given}
+    latent = LatentSize(budget=budget, **same)
     plan = plan_latent(request, latent, method)
     return PlannedConversion(plan) if given["dry_run"] else convert(plan, given["evaluate"], given["progress"])
 

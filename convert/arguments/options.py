@@ -48,6 +48,11 @@ def _dataset(use: str) -> Option:
     return Option(f"{use} on the training split of this dataset, too. Needs pip install 'kvfold[data]'.", choices=DATASETS)
 
 
+def _count(use: str, unset: str, least: int = 1) -> Option:
+    """A number of tokens."""
+    return Option(use, unset=unset, least=least, parse=parse_count)
+
+
 def _seed(use: str) -> Option:
     return Option(use, default=0, least=0, most=2**32 - 1)
 
@@ -110,29 +115,22 @@ class Calibrating(TypedDict, total=False):
     no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
     calibration_tokens: Annotated[
         int | str | None,
-        Option(
-            "Calibrate on N tokens from all over the text.",
-            unset="32768; 65536 where MODEL writes a part of it",
-            least=1,
-            parse=parse_count,
-        ),
+        _count("Calibrate on N tokens from all over the text.", "32768; 65536 where MODEL writes a part of it"),
     ]
     calibration_context: Annotated[
         int | str | None,
-        Option(
+        _count(
             "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
-            unset="2048; 512 where MODEL writes a part of it; at most MODEL's limit",
+            "2048; 512 where MODEL writes a part of it; at most MODEL's limit",
             least=2,
-            parse=parse_count,
         ),
     ]
     max_context: Annotated[
         int | str | None,
-        Option(
+        _count(
             "Tokens of the longest context that the result is for: it is fitted to distances up to N.",
-            unset="all positions of MODEL; --calibration-context where positions cannot skip",
+            "all positions of MODEL; --calibration-context where positions cannot skip",
             least=2,
-            parse=parse_count,
         ),
     ]
     refit: Annotated[
@@ -194,7 +192,7 @@ class Training(TypedDict, Generic[Dry], total=False):
     ]
     text: Annotated[TextGiven | None, _text("train", "the teacher")]
     dataset: Annotated[str | None, _dataset("Train")]
-    tokens: Annotated[int | str | None, Option("Train on N tokens, such as 200M.", unset="20M", least=1, parse=parse_count)]
+    tokens: Annotated[int | str | None, _count("Train on N tokens, such as 200M.", "20M")]
     time: Annotated[
         float | str | None,
         Option(
@@ -205,16 +203,11 @@ class Training(TypedDict, Generic[Dry], total=False):
             python="A plain number means seconds; give this or `tokens`.",
         ),
     ]
-    context: Annotated[
-        int | str | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2, parse=parse_count)
-    ]
+    context: Annotated[int | str | None, _count("Tokens per block.", "2048, or the models' limit", least=2)]
     batch_tokens: Annotated[
-        int | str | None,
-        Option("Tokens per step.", unset="a thousandth of all, at least a block, at most 65536", least=1, parse=parse_count),
+        int | str | None, _count("Tokens per step.", "a thousandth of all, at least a block, at most 65536")
     ]
-    micro_batch_tokens: Annotated[
-        int | str | None, Option("Tokens per forward pass.", unset="4096", least=1, parse=parse_count)
-    ]
+    micro_batch_tokens: Annotated[int | str | None, _count("Tokens per forward pass.", "4096")]
     lr: Annotated[
         float | str,
         Option(
@@ -243,7 +236,7 @@ class Training(TypedDict, Generic[Dry], total=False):
             consent=True,
         ),
     ]
-    eval_every: Annotated[int | str | None, Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count)]
+    eval_every: Annotated[int | str | None, _count("Measure every N tokens.", "ten times")]
     cache_dtype: Annotated[
         str | None,
         Option(
@@ -289,7 +282,7 @@ class Fitting(TypedDict, total=False):
     """What has to fit into memory."""
 
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
-    context: Annotated[int | str | None, Option("Tokens per sequence.", unset="the model's limit", least=1, parse=parse_count)]
+    context: Annotated[int | str | None, _count("Tokens per sequence.", "the model's limit")]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
     cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=tuple(FORMATS))]
     gpus: Annotated[

@@ -143,19 +143,17 @@ def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]
         return Directory(exists=option.directory == "old", file_okay=False, path_type=Path)
     if _mapping(option):
         return Parsed(_gpu)
-    each = _single(option)
-    return Listed(each) if option.several else each
-
-
-def _single(option: Option) -> click.ParamType:  # type: ignore[type-arg]
+    each: click.ParamType = click.STRING  # type: ignore[type-arg]
     if option.choices:
-        return click.Choice(option.choices)
-    if option.parse:
-        return Parsed(partial(_checked, option))
-    for kind, unbounded, between in _NUMBERS:
-        if kind in option.kinds:
-            return unbounded if option.least is None else between(option.least, option.most)
-    return click.STRING
+        each = click.Choice(option.choices)
+    elif option.parse:
+        each = Parsed(partial(_checked, option))
+    else:
+        for kind, unbounded, between in _NUMBERS:
+            if kind in option.kinds:
+                each = unbounded if option.least is None else between(option.least, option.most)
+                break
+    return Listed(each) if option.several else each
 
 
 def _checked(option: Option, text: str) -> str:

@@ -22,7 +22,7 @@ from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
-from convert.methods.statistics import Statistics, excerpt
+from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice, LatentTarget
 from eval.terminal.progress import stage
@@ -80,7 +80,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             before, measured = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
             assert measured.sample is not None
             assert measured.inverse_energy is not None
-            blocks = excerpt(measured.sample).blocks
+            blocks = measured.sample.spread(EXCERPT).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
             norm = job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")

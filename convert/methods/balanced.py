@@ -22,7 +22,7 @@ from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from convert.methods.algebra import augmented, roots
 from convert.methods.blocks import Blocks
-from convert.methods.statistics import Statistics, excerpt
+from convert.methods.statistics import EXCERPT, Statistics
 
 _PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
 _ROUNDING = 1e-6  # what moments of a text of one token are apart from that, of either sign, as a share of the largest
@@ -45,9 +45,8 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
     a = _balanced_rope_key(a, statistics)
     second, read = _moments(a, statistics)
-    alive = (second.diagonal() > 0) & (read.diagonal() > 0)
-    used = [channel for channel in range(len(alive)) if alive[channel]]
-    if not used:
+    used = ((second.diagonal() > 0) & (read.diagonal() > 0)).nonzero()[:, 0]
+    if not len(used):
         return a
     classes = a.rounding.cut(len(a.down)) if a.rounding is not None and a.rounding.classes else []
     there, back = _coordinates(second[used][:, used], read[used][:, used], [count for _, count in classes])
@@ -88,7 +87,7 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
         a: No clamp is behind its projections.
         sample: The layer's inputs.
     """
-    heads = [heads_of(a, block.float()) for block in excerpt(sample).blocks]
+    heads = [heads_of(a, block.float()) for block in sample.spread(EXCERPT).blocks]
     a = _balanced_keys(a, heads)
     values = torch.cat([values_of(a, each) for each in heads], 1).double()
     repeats = len(a.q) // len(a.v)
@@ -97,11 +96,10 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
     second = values.mT @ values / values.shape[1]
     v, bias, o = a.v.float().clone(), None if a.v_bias is None else a.v_bias.float().clone(), a.o.float().clone()
     for head in range(len(v)):
-        alive = (second[head].diagonal() > 0) & (read[head].diagonal() > 0)
-        if not (live := [dim for dim in range(len(alive)) if alive[dim]]):
+        used = ((second[head].diagonal() > 0) & (read[head].diagonal() > 0)).nonzero()[:, 0]
+        if not len(used):
             continue
-        used = torch.tensor(live, device=alive.device)
-        there, back = torch.eye(len(alive)).to(second), torch.eye(len(alive)).to(second)
+        there, back = (torch.eye(len(second[head])).to(second) for _ in range(2))
         found = _coordinates(second[head][used][:, used], read[head][used][:, used])
         there[used[:, None], used], back[used[:, None], used] = found
         size = _power_of_two((there @ second[head] @ there.T).diagonal()[used].mean().sqrt())

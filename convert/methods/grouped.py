@@ -28,32 +28,24 @@ class GroupedMethod(Method):
     merge: Callable[[Attention, int, Statistics], Attention]
 
 
-Pool = Callable[[torch.Tensor], torch.Tensor]
-
-
-def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
-    """Merge adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, the key norm.
+def pooling(pool: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Attention, int, Statistics], Attention]:
+    """What merges adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, the key norm.
 
     Merged tensors are fp32; they are cast once, when they are written.
 
     Args:
-        attention: The record; its k and v are `[G, D, E]`.
-        groups: KV heads of the result; divides G.
         pool: Merges the heads of one group, fp32 `[G / groups, …]`, into one.
     """
 
-    def merged(rows: torch.Tensor) -> torch.Tensor:
-        # Group by group, so that the fp32 copy stays small.
-        return torch.stack([pool(members.float()) for members in rows.unflatten(0, (groups, -1))])
+    def merge(a: Attention, groups: int, statistics: Statistics) -> Attention:
+        def merged(rows: torch.Tensor) -> torch.Tensor:
+            # Group by group, so that the fp32 copy stays small.
+            return torch.stack([pool(members.float()) for members in rows.unflatten(0, (groups, -1))])
 
-    return replace(
-        attention,
-        k=merged(attention.k),
-        v=merged(attention.v),
-        k_bias=None if attention.k_bias is None else merged(attention.k_bias),
-        v_bias=None if attention.v_bias is None else merged(attention.v_bias),
-        k_norm=merged_norm(attention.k_norm, merged),
-    )
+        k_bias, v_bias = (None if bias is None else merged(bias) for bias in (a.k_bias, a.v_bias))
+        return replace(a, k=merged(a.k), v=merged(a.v), k_bias=k_bias, v_bias=v_bias, k_norm=merged_norm(a.k_norm, merged))
+
+    return merge
 
 
 def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tensor]) -> QKNorm | None:

@@ -17,7 +17,7 @@ import torch
 
 from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
-from convert.methods.algebra import augmented, fix_signs
+from convert.methods.algebra import augmented, fix_signs, leading_subspace
 from convert.methods.statistics import Statistics
 from convert.methods.text import Method
 
@@ -90,20 +90,12 @@ def rotary_of(attention: Attention) -> Rotary:
     return attention.rotary
 
 
-def separate(
+def _separated(
     attention: Attention, allocation: Allocation, gram: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[RopePart, torch.Tensor, torch.Tensor]:
-    """Split keys into components; the first ones of each band stay rotary.
+    """The rotary part; rows `[n, E]` of nope keys that all heads share, and the map from these to each head's, `[G, D, n]`.
 
-    Args:
-        attention: The record. Without RoPE, all of its keys go into the latent.
-        allocation: Which frequencies stay rotary.
-        gram: Keys `[bands, G F, E + 1]` → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components,
-            largest first.
-
-    Returns:
-        The rope key with its queries; rows `[n, E]` of nope keys that all heads share, whose bias is dropped because it cancels
-        in the softmax; and the map from these to the nope keys of each KV head, `[G, D, n]`.
+    The bias of nope keys is dropped: it cancels in the softmax. Without RoPE, all keys are nope keys.
     """
     groups, dim, _ = attention.k.shape
     if attention.rotary is None:
@@ -153,37 +145,36 @@ def _rest(
     numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
     rotated = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
     own = torch.zeros(groups, rotated.shape[1], groups, count, dtype=rotated.dtype, device=rotated.device)
-    for g in range(groups):
-        own[g, rotary.dims :, g] = torch.eye(count)
+    own[:, rotary.dims :] = torch.eye(groups * count).view(groups, count, groups, count)
     return torch.cat((components.real, components.imag, nope.flatten(0, 1))), torch.cat((rotated, own.flatten(2)), -1)
 
 
-def share_latent(
+def by_subspace(
     attention: Attention,
     allocation: Allocation,
-    rope: RopePart,
-    rest: torch.Tensor,
-    spread: torch.Tensor,
-    left: torch.Tensor,
-    balance: float = 1.0,
+    gram: Callable[[torch.Tensor], torch.Tensor],
+    second: torch.Tensor | None,
+    balance_of: Callable[[torch.Tensor, torch.Tensor], float] = lambda rest, values: 1.0,
 ) -> FactoredAttention:
-    """Factor nope keys and values through one latent.
+    """Split keys into components, keep some of them rotary, and factor the rest and the values through the best latent.
 
     Args:
         attention: The record.
         allocation: What the layer is converted to.
-        rope: Of its keys, from `separate`, as are `rest` and `spread`.
-        rest: `[n, E]`.
-        spread: `[G, D, n]`.
-        left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
-        balance: What the nope keys were divided by before `left` was computed.
+        gram: Keys `[bands, G F, E + 1]` → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components,
+            largest first. The first ones of each band stay rotary.
+        second: `[E, E]`, the second moment of what is factored; None for the identity.
+        balance_of: Nope keys `[n, E]`, values `[G D, E]` → what these keys are divided by while the latent is chosen.
     """
-    repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(rest)
+    rope, rest, spread = _separated(attention, allocation, gram)
+    values = attention.v.float().flatten(0, 1)
+    balance, repeats, count = balance_of(rest, values), len(attention.q) // attention.num_kv_heads, len(rest)
+    left = leading_subspace(torch.cat((rest / balance, values)), second, allocation.rank)
     o_bias = None if attention.o_bias is None else attention.o_bias.float()
     if attention.v_bias is not None:  # probabilities sum to one, so a constant value is a constant output
         constant = torch.einsum("ehd,hd->e", attention.o.float(), attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
-    down = left[:count].T @ (rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1)
+    down = left[:count].T @ (rest / balance) + left[count:].T @ values
     up_k, up_v = balance * spread @ left[:count], left[count:].unflatten(0, attention.v.shape[:2])
     up_k, up_v = (up.repeat_interleave(repeats, 0) for up in (up_k, up_v))
     return latent_attention(attention, allocation, rope, down, up_k, up_v, o_bias)

@@ -23,9 +23,8 @@ from functools import partial
 import torch
 
 from attention.record import Attention, FactoredAttention
-from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_stride
-from convert.methods.latent import Allocation, LatentMethod, separate, share_latent
+from convert.methods.latent import Allocation, LatentMethod, by_subspace
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -34,11 +33,8 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     """The latent attention."""
     device = attention.k.device
     moment, second = statistics.second.to(device), statistics.with_constant.to(device)
-    rope, rest, spread = separate(attention, allocation, partial(_gram, second))
-    values = attention.v.float().flatten(0, 1)
-    balance = _balance(rest, attention.k.float().flatten(0, 1), values, moment)
-    left = leading_subspace(torch.cat((rest / balance, values)), moment, allocation.rank)
-    return share_latent(attention, allocation, rope, rest, spread, left, balance)
+    balance = partial(_balance, moment, attention.k.float().flatten(0, 1))
+    return by_subspace(attention, allocation, partial(_gram, second), moment, balance)
 
 
 def _gram(second: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -46,7 +42,7 @@ def _gram(second: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return real @ second @ real.mT + imaginary @ second @ imaginary.mT
 
 
-def _balance(rest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, second: torch.Tensor) -> float:
+def _balance(second: torch.Tensor, keys: torch.Tensor, rest: torch.Tensor, values: torch.Tensor) -> float:
     """ρ; 1 where there is nothing to balance: no values, or nope keys that are only rounding errors."""
     norm, whole, other = (_mean_norm(rows, second) for rows in (rest, keys, values))
     return norm / other if norm > 1e-5 * whole and other else 1.0

@@ -15,7 +15,7 @@ Queries of such a class may read a latent that has a norm of its own: the input 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -42,8 +42,7 @@ def with_constant_norm(before: Attention, after: FactoredAttention, sample: Bloc
     blocks = [block.float() for block in sample.blocks]
     importance = torch.cat([attention_received(before, block) for block in blocks]) + _UNSEEN
     x, importance = torch.cat([block.x for block in blocks]), importance / importance.mean()
-    white = _Whitened.of(x, importance, after.down)
-    down, back = white.fitted()
+    down, back = _fitted(x, importance, after.down)
     constant = _nearest_to_one(x @ down.float().T, importance)
     up_k, up_v = (torch.nn.functional.pad((up.double() @ back).float(), (1, 0)) for up in (after.up_k, after.up_v))
     if after.o_bias is not None:
@@ -51,78 +50,57 @@ def with_constant_norm(before: Attention, after: FactoredAttention, sample: Bloc
     return replace(after, down=down.float(), up_k=up_k, up_v=up_v, o_bias=None, normalised=True)
 
 
-@dataclass(frozen=True)
-class _Whitened:
-    """Inputs and a latent in coordinates in which inputs have the second moment 1.
+def _fitted(x: torch.Tensor, importance: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(w; B D) `[R + 1, E]`, and the inverse of B `[R, R]`, for inputs `[tokens, E]` and their importance, of mean one."""
+    wide = x.double()
+    second = wide.T @ (importance[:, None] * wide) / len(wide)
+    floor = (_FLOOR * second.diagonal().mean()).clamp_min(torch.finfo(torch.float64).tiny)
+    root = torch.linalg.cholesky(second + floor * torch.eye(len(second)).to(second))
+    inputs = torch.linalg.solve_triangular(root, wide.T, upper=False).T  # whitened: their second moment is 1
+    basis, triangle = torch.linalg.qr((down.double() @ root).T)
+    one, mixing = _descended(inputs.float(), (inputs @ basis).float(), importance.float())
+    energy, vectors = torch.linalg.eigh(mixing.T @ mixing)
+    size = energy.clamp_min(_LEAST**2).sqrt()
+    rows = torch.cat((one, size[:, None] * (vectors.T @ basis.T)))
+    return torch.linalg.solve_triangular(root.T, rows.T, upper=True).T, triangle.T @ vectors / size
 
-    Attributes:
-        inputs: `[tokens, E]`, fp32.
-        latents: `[tokens, R]`, an orthonormal basis of the latent.
-        importance: `[tokens]`, the attention that they receive, relative to its mean.
-        root: `[E, E]`, the Cholesky root of the second moment.
-        basis: `[R, E]`, orthonormal rows.
-        triangle: `[R, R]`, the latent in that basis.
-    """
 
-    inputs: torch.Tensor
-    latents: torch.Tensor
-    importance: torch.Tensor
-    root: torch.Tensor
-    basis: torch.Tensor
-    triangle: torch.Tensor
+def _descended(inputs: torch.Tensor, latents: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The channel w `[1, E]`, and a matrix `[n, R]` with BᵀB as its square, in whitened coordinates, fp64."""
+    mean = (importance[:, None] * inputs).mean(0)
+    one = mean[None] / mean.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    one, mixing = _closer(inputs, latents, importance, one, latents.new_zeros(0, latents.shape[1]))
+    while len(mixing) < latents.shape[1]:
+        lacking = -importance * _excess(inputs, latents, one, mixing)
+        gain, directions = torch.linalg.eigh(latents.T @ (lacking[:, None] * latents) / len(lacking))
+        more = min(latents.shape[1] - len(mixing), max(4, len(mixing)))
+        added = (directions[:, -more:] * gain[-more:].clamp_min(_NOTHING).sqrt()).T
+        one, mixing = _closer(inputs, latents, importance, one, torch.cat((mixing, added)))
+    return one.double(), mixing.double()
 
-    @classmethod
-    def of(cls, x: torch.Tensor, importance: torch.Tensor, down: torch.Tensor) -> _Whitened:
-        wide = x.double()
-        second = wide.T @ (importance[:, None] * wide) / len(wide)
-        floor = (_FLOOR * second.diagonal().mean()).clamp_min(torch.finfo(torch.float64).tiny)
-        root = torch.linalg.cholesky(second + floor * torch.eye(len(second)).to(second))
-        inputs = torch.linalg.solve_triangular(root, wide.T, upper=False).T
-        columns, triangle = torch.linalg.qr((down.double() @ root).T)
-        return cls(inputs.float(), (inputs @ columns).float(), importance.float(), root, columns.T, triangle.T)
 
-    def fitted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(w; B D) `[R + 1, E]`, and the inverse of B `[R, R]`."""
-        one, mixing = self._descended()
-        energy, vectors = torch.linalg.eigh(mixing.T @ mixing)
-        size = energy.clamp_min(_LEAST**2).sqrt()
-        rows = torch.cat((one, size[:, None] * (vectors.T @ self.basis)))
-        down = torch.linalg.solve_triangular(self.root.T, rows.T, upper=True).T
-        return down, self.triangle @ vectors / size
+def _excess(inputs: torch.Tensor, latents: torch.Tensor, one: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    """`[tokens]`, |c|² − 1."""
+    return (inputs @ one.T).square().sum(1) + (latents @ mixing.T).square().sum(1) - 1
 
-    def _descended(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The channel w `[1, E]`, and a matrix `[n, R]` with BᵀB as its square, in whitened coordinates, fp64."""
-        mean = (self.importance[:, None] * self.inputs).mean(0)
-        one = mean[None] / mean.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-        one, mixing = self._closer(one, self.latents.new_zeros(0, self.latents.shape[1]))
-        while len(mixing) < self.latents.shape[1]:
-            lacking = -self.importance * self._excess(one, mixing)
-            gain, directions = torch.linalg.eigh(self.latents.T @ (lacking[:, None] * self.latents) / len(lacking))
-            more = min(self.latents.shape[1] - len(mixing), max(4, len(mixing)))
-            added = (directions[:, -more:] * gain[-more:].clamp_min(_NOTHING).sqrt()).T
-            one, mixing = self._closer(one, torch.cat((mixing, added)))
-        return one.double(), mixing.double()
 
-    def _excess(self, one: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-        return (self.inputs @ one.T).square().sum(1) + (self.latents @ mixing.T).square().sum(1) - 1
+def _closer(
+    inputs: torch.Tensor, latents: torch.Tensor, importance: torch.Tensor, one: torch.Tensor, mixing: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both after a few steps of L-BFGS."""
+    found = one.clone().requires_grad_(True), mixing.clone().requires_grad_(bool(len(mixing)))
+    search = torch.optim.LBFGS([part for part in found if part.requires_grad], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
-    def _closer(self, one: torch.Tensor, mixing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both after a few steps of L-BFGS."""
-        found = one.clone().requires_grad_(True), mixing.clone().requires_grad_(bool(len(mixing)))
-        search = torch.optim.LBFGS(
-            [part for part in found if part.requires_grad], max_iter=_STEPS, line_search_fn="strong_wolfe"
-        )
+    def loss() -> torch.Tensor:
+        search.zero_grad()
+        ridge = sum((part.square().sum() for part in found), torch.zeros(()))
+        total = (importance * _excess(inputs, latents, *found).square()).mean() + _RIDGE * ridge
+        total.backward()
+        return total
 
-        def loss() -> torch.Tensor:
-            search.zero_grad()
-            ridge = sum((part.square().sum() for part in found), torch.zeros(()))
-            total = (self.importance * self._excess(*found).square()).mean() + _RIDGE * ridge
-            total.backward()
-            return total
-
-        with torch.enable_grad():
-            search.step(loss)
-        return found[0].detach(), found[1].detach()
+    with torch.enable_grad():
+        search.step(loss)
+    return found[0].detach(), found[1].detach()
 
 
 def _nearest_to_one(latents: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:

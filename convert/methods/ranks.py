@@ -6,7 +6,6 @@ layers add up, as if errors were independent. docs/notes/fits.md compares other 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
@@ -51,23 +50,14 @@ def shared_out(
     """
     tokens = tokens or [1] * len(costs)
     at, left = [0] * len(costs), total - prices[0] * sum(tokens)
-    queue: list[tuple[float, int, int]] = []
-
-    def offer(layer: int) -> None:
-        """Queue the layer's steepest step that is left and affordable."""
-        now = at[layer]
-        steps = [i for i in range(now + 1, len(ranks)) if tokens[layer] * (prices[i] - prices[now]) <= left]
-        slopes = [((costs[layer][now] - costs[layer][i]) / (tokens[layer] * (prices[i] - prices[now])), -i) for i in steps]
-        if slopes:
-            slope, step = max(slopes)
-            heapq.heappush(queue, (-slope, layer, -step))
-
-    for layer in range(len(costs)):
-        offer(layer)
-    while queue:
-        _, layer, step = heapq.heappop(queue)
-        price = tokens[layer] * (prices[step] - prices[at[layer]])
-        if price <= left:
-            at[layer], left = step, left - price
-        offer(layer)  # the next step, or a cheaper one
-    return tuple(ranks[i] for i in at)
+    while True:
+        steps = []
+        for layer, now in enumerate(at):
+            for step in range(now + 1, len(ranks)):
+                price = tokens[layer] * (prices[step] - prices[now])
+                if price <= left:
+                    steps.append(((costs[layer][now] - costs[layer][step]) / price, -layer, -step, price))
+        if not steps:
+            return tuple(ranks[i] for i in at)
+        _, layer, step, price = max(steps)
+        at[-layer], left = -step, left - price

@@ -50,8 +50,7 @@ class Attended:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that there are, by the names of the attributes."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def to(self, device: torch.device) -> Attended:
         return Attended(**{name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -136,10 +135,7 @@ class Statistics:
         return Statistics(both, mean, 0, Attended.assumed(both, mean), queries=whole)
 
     def to(self, device: torch.device) -> Statistics:
-        sample = None if self.sample is None else self.sample.to(device)
-        second, mean, attended = self.second.to(device), self.mean.to(device), self.attended.to(device)
-        queries, copying = (None if part is None else part.to(device) for part in (self.queries, self.copying))
-        return replace(self, second=second, mean=mean, attended=attended, sample=sample, queries=queries, copying=copying)
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if hasattr(part, "to")})
 
     @property
     def covariance(self) -> torch.Tensor:
@@ -177,29 +173,24 @@ def _expected(projections: HeadProjections, moment: torch.Tensor) -> tuple[torch
     """
     p = projections
     queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
-    queries, keys = expected_rows(queries, p.q_norm, moment), expected_rows(keys, p.k_norm, moment)
+    queries, keys = expected_rows(queries, p.q_norm, moment)[0], expected_rows(keys, p.k_norm, moment)[0]
     queries, keys, values = (_clamped(rows, p.clip, moment) for rows in (queries, keys, values))
     return queries, torch.cat((keys, values)).flatten(0, 1)
 
 
-def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
-    """Rows `[heads, D, E + 1]` behind a norm of expected size, or as they are."""
+def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[heads, D, E + 1]` behind a norm of expected size, or as they are, and `[heads, 1, 1]`, what it divides them by."""
+    ones = rows.new_ones(len(rows), 1, 1)
     if norm is None:
-        return rows
+        return rows, ones
     axes = (1,) if norm.form.scope == "head" else (0, 1)
     if norm.form.kind == "layer":
         rows = rows - rows.mean(axes, keepdim=True)
-    rows = rows / expected_size(rows, norm, moment) * (norm.gain.to(rows) + norm.form.gain_offset)[..., None]
+    size = (((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True) + norm.form.eps).sqrt()
+    rows = rows / size * (norm.gain.to(rows) + norm.form.gain_offset)[..., None]
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] + norm.bias.to(rows)[..., None]), -1)
-    return rows
-
-
-def expected_size(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
-    """What a norm is expected to divide rows `[heads, D, E + 1]` by, `[heads or 1, 1, 1]`; layer norms take centred ones."""
-    axes = (1,) if norm.form.scope == "head" else (0, 1)
-    power = ((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True)
-    return (power + norm.form.eps).sqrt()
+    return rows, ones * size
 
 
 def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> torch.Tensor:
@@ -208,11 +199,6 @@ def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> to
         return rows
     deviation = ((rows @ moment) * rows).sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny).sqrt()
     return rows * torch.erf(clip / (2**0.5 * deviation))
-
-
-def excerpt(sample: Blocks) -> Blocks:
-    """At most `EXCERPT` tokens of a sample in evenly spread rows, but at least one row."""
-    return sample.spread(EXCERPT)
 
 
 def _with_constant(second: torch.Tensor, mean: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:

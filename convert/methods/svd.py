@@ -17,9 +17,8 @@ from functools import partial
 import torch
 
 from attention.record import Attention, FactoredAttention
-from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_loss, shares
-from convert.methods.latent import Allocation, LatentMethod, keys_of, separate, share_latent
+from convert.methods.latent import Allocation, LatentMethod, by_subspace, keys_of
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -32,9 +31,7 @@ def losses(attention: Attention, statistics: Statistics) -> torch.Tensor:
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention; at full size it equals the source up to rounding."""
     second = _white(attention)
-    rope, rest, spread = separate(attention, allocation, partial(_gram, second))
-    left = leading_subspace(torch.cat((rest, attention.v.float().flatten(0, 1))), second, allocation.rank)
-    return share_latent(attention, allocation, rope, rest, spread, left)
+    return by_subspace(attention, allocation, partial(_gram, second), second)
 
 
 def _white(attention: Attention) -> torch.Tensor | None:

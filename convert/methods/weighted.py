@@ -1,7 +1,12 @@
 """`weighted`: MLA that keeps what logits and outputs depend on, as measured on calibration text.
 
-Rope keys: the weighted complex principal components that lose most without RoPE (`convert.methods.components`). The remainder
-becomes nope keys, which share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and values by
+Rope keys: the weighted complex principal components that lose most without RoPE. Head h's number l, z_{h,l}·x, rotates with
+θ_l. At each frequency the numbers of all KV heads are combinations of components, one key y_m(x) each; those that lose most
+without RoPE stay rotary, and queries absorb conj(s) of z_{h,l} = Σ_m s_{h,l,m} y_m. The remainder does not rotate; the best
+nope key for it is its mean over the distances at which head h attends, φ_{h,l} (z_{h,l} − Σ_m s_{h,l,m} y_m) with
+φ_{h,l} = E e^{iθ_l (s − t)}. What rotates is exact at every distance.
+
+Nope keys share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and values by
 Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax, and the mean
 of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
 [α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace. Keys
@@ -18,19 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
-from convert.methods.algebra import augmented, leading, root, roots
-from convert.methods.components import Components, RopeKeys
+from convert.methods.algebra import augmented, fix_signs, floored, leading, root, roots
+from convert.methods.distances import mass_of, waves_at
 from convert.methods.frequencies import pairs_by_loss, pairs_on_ladder
-from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part
-from convert.methods.statistics import Attended, Statistics, excerpt
+from convert.methods.latent import Allocation, LatentMethod, RopePart, latent_attention, no_rope_part, rotary_of
+from convert.methods.statistics import EXCERPT, Attended, Statistics
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_COPYING = 3.0  # weight of `copying`: with 5, the real model lost 0.012 nats more, and less in far copies
 _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exact
 
 
@@ -38,27 +45,23 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     """The latent attention."""
     statistics = statistics.shrunk(attention.projections).to(attention.k.device)
     rope, rest = _rope_part(attention, allocation, statistics)
-    latent = _Latent.of(attention, allocation, rest, statistics)
+    factored, competing = _latent(attention, allocation, rope, rest, statistics)
     del rest  # one of the largest tensors here
-    if statistics.sample is None or not latent.competing:
-        return latent.result(attention, rope, 1.0)
-    sample = excerpt(statistics.sample)
+    if statistics.sample is None or not competing:
+        return factored(1.0)
+    sample = statistics.sample.spread(EXCERPT)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def tried(index: int) -> tuple[float, FactoredAttention]:
-        result = latent.result(attention, rope, _BALANCES[index])
+        result = factored(_BALANCES[index])
         return float((attention_output(result, trial) - expected).square().sum()), result
 
-    return _downhill(tried, len(_BALANCES))
-
-
-def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: int) -> FactoredAttention:
-    """The result with the least error of `count`, from the middle on: errors have one valley."""
-    index, best = count // 2, tried(count // 2)
+    index = len(_BALANCES) // 2  # errors have one valley
+    best = tried(index)
     for step in (1, -1):
         start = index
-        while 0 <= index + step < count and (further := tried(index + step))[0] < best[0]:
+        while 0 <= index + step < len(_BALANCES) and (further := tried(index + step))[0] < best[0]:
             index, best = index + step, further
         if index != start:
             break
@@ -70,75 +73,147 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
-    keys = RopeKeys.of(attention, statistics)
-    kept = Components.of(keys).kept(keys, allocation.pairs)
-    nope = rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)
-    return kept.rope(keys), torch.cat((kept.rest(keys), nope), 1)
+    rope, rest = RopeKeys.of(attention, statistics).split(allocation.pairs)
+    return rope, torch.cat((rest, rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)), 1)
 
 
 @dataclass(frozen=True)
-class _Latent:
-    """Weighted nope keys and values, prepared to be factored at any balance.
+class RopeKeys:
+    """The rotary part of a layer's keys, fp64, with H query heads and L frequencies. A bias is the weight of a constant input.
 
     Attributes:
-        allocation: What the layer is converted to.
-        keys: `[H, N, E]`, M^½ K.
-        values: `[G, D, E]`.
-        unweigh_keys: `[H, N, N]`, M^-½.
-        unweigh_values: `[G, D, D]`.
-        images: Keys and values times the root of Σ, `[H N, E]` and `[G D, E]`.
-        grams: Gram matrices of `images`, `[E, E]` each.
-        attended: The moments of the layer's input.
+        attention: The record.
+        z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
+        moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
+        w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
+        importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
+        mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
+        copying: `[H]`, as of `Statistics`; zeros without text.
     """
 
-    allocation: Allocation
-    keys: torch.Tensor
-    values: torch.Tensor
-    unweigh_keys: torch.Tensor
-    unweigh_values: torch.Tensor
-    images: tuple[torch.Tensor, torch.Tensor]
-    grams: tuple[torch.Tensor, torch.Tensor]
-    attended: Attended
+    attention: Attention
+    z: torch.Tensor
+    moved: torch.Tensor
+    w: torch.Tensor
+    importance: torch.Tensor
+    mass: torch.Tensor
+    copying: torch.Tensor
 
     @classmethod
-    def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
-        repeats = attention.q.shape[0] // attention.num_kv_heads
-        q = augmented(attention.q, attention.q_bias)
-        weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
-        columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
-        weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
-        keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
-        spread = root(_common(statistics.attended))
-        images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
-        grams = (images[0].T @ images[0], images[1].T @ images[1])
-        return cls(allocation, keys, values, unweigh_keys, unweigh_values, images, grams, statistics.attended)
+    def of(cls, attention: Attention, statistics: Statistics) -> RopeKeys:
+        rotary, second = rotary_of(attention), statistics.of_queries
+        factor = rotary.attention_factor**2
+        rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
+        keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
+        power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
+        importance = floored(power.real + power.imag, 1e-12).sqrt()
+        seen = keys @ statistics.attended.seen_with_constant
+        z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
+        copying = power.real.new_zeros(len(power)) if statistics.copying is None else statistics.copying
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics), copying)
+
+    @cached_property
+    def phase(self) -> torch.Tensor:
+        """`[H, L]`, φ: the mean of e^{iθ_l (s − t)} over each head's distances."""
+        waves = waves_at(rotary_of(self.attention), self.mass)
+        return self.mass.to(waves.dtype) @ waves
 
     @property
-    def competing(self) -> bool:
-        """Whether there are both keys and values to balance."""
-        return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
+    def repeats(self) -> int:
+        """Query heads per KV head."""
+        return len(self.w) // len(self.z)
 
-    def result(self, a: Attention, rope: RopePart, balance: float) -> FactoredAttention:
-        """The latent attention at κ."""
-        alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
-        directions = leading(alpha**2 * self.grams[0] + self.grams[1], self.allocation.rank)
-        images = torch.cat((alpha * (self.images[0] @ directions), self.images[1] @ directions))
-        left = torch.linalg.qr(images).Q
-        heads, dim = self.keys.shape[:2]
-        of_keys = left[: heads * dim].unflatten(0, (heads, dim))
-        of_values = left[heads * dim :].unflatten(0, self.values.shape[:2])
-        down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
-        noise = _NOTHING * float(((down @ self.attended.seen) * down).sum(1).mean())
-        of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within, noise)
-        of_values = _regressed(self.values, of_values, down, self.attended.read_covariance, noise)
-        up_v = self.unweigh_values @ of_values
-        repeats = heads // len(self.values)
-        dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
+    def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat_interleave(self.repeats, 0)
+
+    @cached_property
+    def components(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weighted complex principal components at each frequency, those that lose most without RoPE first.
+
+        Returns:
+            `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²) (1 + c copying_h), as a share of the sum of all with c = 0: the squared
+            logit error of not rotating each component, where heads that copy count more; `[L, G, G]`, coefficients of KV heads
+            (rows) in components (columns); and the components, `[L, G, E + 1]`.
+        """
+        power = self.importance.square().unflatten(0, (-1, self.repeats))
+        importance = power.sum(1).sqrt().T  # [L, G]
+        away_from_one = (1 - self.phase.abs().square()).clamp_min(0).unflatten(0, (-1, self.repeats))
+        weight = 1 + _COPYING * self.copying.unflatten(0, (-1, self.repeats))[..., None]
+        away, urgent = (((power * part).sum(1) / power.sum(1)).T for part in (away_from_one, weight * away_from_one))
+        weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (self.z, self.moved))
+        gram = moved @ weighted.mH
+        energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
+        u = fix_signs(u)
+        plain, lost = ((u.abs().square() * part[..., None]).sum(1) * energy.clamp_min(0) for part in (away, urgent))
+        lost = lost / plain.sum().clamp_min(torch.finfo(lost.dtype).tiny)
+        order = lost.argsort(dim=1, descending=True, stable=True)
+        u = u.gather(2, order[:, None].expand_as(u))
+        return lost.gather(1, order), u / importance[..., None], u.mH @ weighted
+
+    def kept(self, pairs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The costliest components of each frequency, as many as its entries in `pairs`: s `[H, L, m]`, and y `[m, E + 1]`."""
+        _, basis, components = self.components
+        parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
+        coefficients = basis.new_zeros(*self.z.shape[:2], len(pairs))
+        for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
+            coefficients[:, pair, m] = basis[pair, :, part]
+        return self.per_query_head(coefficients), components[list(pairs), parts]
+
+    def split(self, pairs: tuple[int, ...]) -> tuple[RopePart, torch.Tensor]:
+        """The rotary part of the kept components, and the nope keys of each query head for the remainder, `[H, 2 L, E + 1]`.
+
+        They are zeros where only rounding remains.
+        """
+        rotary, (coefficients, shared) = rotary_of(self.attention), self.kept(pairs)
+        kept = rotary.select(pairs, "interleaved")
+        queries = torch.einsum("hlm,hle->hme", coefficients.conj(), self.w)
+        rope = RopePart(kept, kept.from_complex(queries), kept.from_complex(shared[None])[0])
+        whole = self.phase[..., None] * self.per_query_head(self.z)
+        left = whole - (self.phase[:, list(pairs)][:, None] * coefficients) @ shared
+        rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
+        return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left)
+
+
+def _latent(
+    a: Attention, allocation: Allocation, rope: RopePart, rest: torch.Tensor, statistics: Statistics
+) -> tuple[Callable[[float], FactoredAttention], bool]:
+    """Maps κ to the latent attention, and whether there are both keys and values to balance.
+
+    Args:
+        a: The record.
+        allocation: What the layer is converted to.
+        rope: Its rotary part.
+        rest: Its nope keys, `[H, N, E + 1]`.
+        statistics: Of the layer's input.
+    """
+    attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
+    q = augmented(a.q, a.q_bias)
+    weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
+    columns = a.o.double().permute(1, 0, 2)  # [H, E, D]
+    weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
+    keys, values = weigh_keys @ rest[..., :-1], weigh_values @ a.v.double()  # [H, N, E], [G, D, E]
+    spread, count = root(_common(attended)), keys.shape[0] * keys.shape[1]
+    images = keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread
+    grams = images[0].T @ images[0], images[1].T @ images[1]
+    competing = bool(grams[0].diagonal().sum() > 0 and grams[1].diagonal().sum() > 0)
+
+    def factored(balance: float) -> FactoredAttention:
+        alpha = (balance * grams[1].trace() / grams[0].trace()).sqrt() if competing else 1.0
+        directions = leading(alpha**2 * grams[0] + grams[1], allocation.rank)
+        left = torch.linalg.qr(torch.cat((alpha * (images[0] @ directions), images[1] @ directions))).Q
+        of_keys, of_values = left[:count].unflatten(0, keys.shape[:2]), left[count:].unflatten(0, (groups, dim))
+        down = alpha * left[:count].T @ keys.flatten(0, 1) + left[count:].T @ values.flatten(0, 1)
+        noise = _NOTHING * float(((down @ attended.seen) * down).sum(1).mean())
+        of_keys = _regressed(keys, of_keys / alpha, down, attended.within, noise)
+        up_v = unweigh_values @ _regressed(values, of_values, down, attended.read_covariance, noise)
+        dropped = (a.v.double() - up_v @ down) @ attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(repeats, 0))
         bias = bias if a.o_bias is None else bias + a.o_bias.double()
-        up_k, up_v = self.unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
-        return latent_attention(a, self.allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
+        up_k, up_v = unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
+        return latent_attention(a, allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
+
+    return factored, competing
 
 
 def _common(attended: Attended) -> torch.Tensor:
@@ -166,8 +241,8 @@ def _regressed(
 
 
 def measure(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """`[L, G]`: what not rotating each component costs the logits (`Components.lost`)."""
-    return Components.of(RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))).lost
+    """`[L, G]`: what not rotating each component costs the logits (`RopeKeys.components`)."""
+    return RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device)).components[0]
 
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> tuple[int, ...]:

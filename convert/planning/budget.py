@@ -6,7 +6,7 @@ The rotary dims were chosen on a model of 135M and one of 6M parameters (docs/no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -47,54 +47,6 @@ def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
     most = max(first, min(full, 5 * mean // 2))
     ranks = range(first, most + 1, step)
     return (*ranks, full) if most == full > ranks[-1] and full % multiple == 0 else tuple(ranks)
-
-
-def split_budget(
-    values: int, share: float, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int, evenly: bool = False
-) -> tuple[int, int]:
-    """Split a number of cached values per layer and token into rank and rotary dims.
-
-    `ROTARY` dims rotate for each KV head, times the share. Where frequencies have to spread evenly over those of a head, it is
-    at most a quarter of the values, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become
-    rotary, too.
-
-    Args:
-        values: R + P, at most.
-        share: Their share of the values that the source caches.
-        rotary_dim: Rotary dims of one head; 0 without RoPE, and then P is 0.
-        groups: KV heads of the source.
-        full_rank: Maps rotary dims to the rank beyond which nothing is gained.
-        least: The smallest rank that holds anything.
-        evenly: Whether frequencies have to spread evenly: a method folds them, or they are a ladder.
-
-    Returns:
-        `(R, P)`.
-
-    Raises:
-        Refusal: No rank fits.
-    """
-    key = min(2, rotary_dim)
-    if values < least + key:
-        raise Refusal(
-            f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
-        )
-    most = min(groups * rotary_dim, (values - least) // 2 * 2)
-    if evenly:
-        rope_dim = rotary_dim
-        while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
-            rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
-    else:
-        wanted = share * groups * min(ROTARY, rotary_dim)
-        step = 8 if wanted >= 16 else 2
-        rope_dim = min(most, max(key, int(wanted / step) * step))
-    while rope_dim < most and values - rope_dim > full_rank(rope_dim):
-        rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
-    rank, full = values - rope_dim, full_rank(rope_dim)
-    if rank >= full:  # which loses nothing
-        return full, rope_dim
-    # Rounded down to a multiple of 16, if that gives up at most 5 %: a few thousandths in a large model.
-    over = rank % RANK_STEP if rank > RANK_STEP else 0
-    return (rank - over if over <= _GIVEN_UP * values else rank), rope_dim
 
 
 def format_of(share: float, stored: Container[str]) -> str | None:
@@ -169,16 +121,46 @@ class LatentBounds:
         return next(rank for rank in range(channels, channels + 9) if rank - self.host.reserved(rank) >= channels)
 
     def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
-        """Rank and rotary dims for `values` cached values per layer and token (see `split_budget`)."""
-        return split_budget(
-            values,
-            values * self.before.num_layers / self.before.values_per_token,
-            self.rotary_dim,
-            self.rotary_keys,
-            lambda rope_dim: self.with_reserved(self.full_rank(rope_dim)),
-            self.with_reserved(1),
-            folds or self.host.portable,
-        )
+        """Split a number of cached values per layer and token into rank and rotary dims.
+
+        `ROTARY` dims rotate for each KV head, times the share of the source's values. Where frequencies have to spread evenly
+        over those of a head, because a method folds them or they are a ladder, it is at most a quarter of the values, rounded
+        to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
+
+        Args:
+            values: R + P, at most.
+            folds: Whether the method folds frequencies.
+
+        Returns:
+            `(R, P)`.
+
+        Raises:
+            Refusal: No rank fits.
+        """
+        rotary_dim, least = self.rotary_dim, self.with_reserved(1)
+        key = min(2, rotary_dim)
+        if values < least + key:
+            raise Refusal(
+                f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
+            )
+        most = min(self.rotary_keys * rotary_dim, (values - least) // 2 * 2)
+        if folds or self.host.portable:
+            rope_dim = rotary_dim
+            while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):
+                rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
+        else:
+            share = values * self.before.num_layers / self.before.values_per_token
+            wanted = share * self.rotary_keys * min(ROTARY, rotary_dim)
+            step = 8 if wanted >= 16 else 2
+            rope_dim = min(most, max(key, int(wanted / step) * step))
+        while rope_dim < most and values - rope_dim > self.with_reserved(self.full_rank(rope_dim)):
+            rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))
+        rank, full = values - rope_dim, self.with_reserved(self.full_rank(rope_dim))
+        if rank >= full:  # which loses nothing
+            return full, rope_dim
+        # Rounded down to a multiple of 16, if that gives up at most 5 %: a few thousandths in a large model.
+        over = rank % RANK_STEP if rank > RANK_STEP else 0
+        return (rank - over if over <= _GIVEN_UP * values else rank), rope_dim
 
 
 def smallest_latent(family: Family) -> AttentionSpec:

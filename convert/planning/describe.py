@@ -171,12 +171,6 @@ def capacity(
     spec = family.spec
     whole, own = count_parameters(source.config), _parameters(family.shapes, spec)
     rows = []
-
-    def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
-        parameters = whole - own + _parameters(shapes, spec)
-        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
-        rows.append(row | {"parameters": parameters, "engines": engines})
-
     hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
@@ -186,13 +180,18 @@ def capacity(
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
-        if target == spec:
-            add(target, family.shapes, None)
-        elif carrier := hosts[kind][0]:
-            sized = carrier.sized(source.raw, family, target)
-            made = (carrier, family, target)
+        shapes, engines, carrier = family.shapes, None, hosts[kind][0]
+        if target != spec:
+            if carrier is None:
+                continue
+            shapes, made = (
+                carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes,
+                (carrier, family, target),
+            )
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
-            add(target, carrier.layout(family).of(sized).shapes, engines)
+        parameters = whole - own + _parameters(shapes, spec)
+        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
+        rows.append(row | {"parameters": parameters, "engines": engines})
     facts = {
         "model": source.reference,
         "dtype": dtype,
@@ -252,18 +251,17 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         cells += [bytes_text(row[key]) for key in ("kv_bytes_per_token", "kv_bytes", "weight_bytes")]
         cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
-    return (
-        f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, "
-        f"context {facts['context']}{within}\n\n"
-        + table(header, rows, right=range(1, len(header) - 1))
-        + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
-        + ("" if facts["mla"] else f"\n\n{rule_text()}")
-        + (f"\n\n{_LIMITED}" if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else "")
-        + "".join(f"\n\n{note}" for note in facts.get("notes", ()))
-        + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
-        f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
-        + (", at most the positions that the model is made for." if limit else ".")
-    )
+    reach = ", at most the positions that the model is made for." if limit else "."
+    parts = [
+        f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, context {facts['context']}{within}",
+        table(header, rows, right=range(1, len(header) - 1)),
+        f"MLA: {facts['mla']}" if facts["mla"] else rule_text(),
+        *([_LIMITED] if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else []),
+        *facts.get("notes", ()),
+        f"kB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} "
+        f"of its memory\nat this context, and the longest context for which they do at this batch{reach}",
+    ]
+    return "\n\n".join(parts)
 
 
 def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attention.auto import config_of
 from attention.calibrated import OF_SOURCE, POSITIONS, STATED
@@ -25,15 +27,16 @@ def limited(config: Mapping[str, Any], calibrated: int, of: int) -> dict[str, An
         calibrated: The positions that the result is calibrated for.
         of: Those of its source.
     """
-    before = config_of(config)
-    key = decoder_of(before).attribute_map.get(STATED, STATED)
+    decoder = decoder_of(config_of(config))
+    key = decoder.attribute_map.get(STATED, STATED)
     said = {POSITIONS: calibrated, OF_SOURCE: of}
-    originals = [one[_ORIGINAL] for _, one in _sets(decoder_of(before).rope_parameters) if one.get(_ORIGINAL)]
+    originals = [one[_ORIGINAL] for _, one in _sets(decoder.rope_parameters) if one.get(_ORIGINAL)]
     lengths = sorted({length + more for length in (calibrated, of, *originals) for more in (0, 1)})
-    rope = _rope(before, lengths)
-    for changes in (_for_engines(config, calibrated), {}, _derived(before)):
+    rope = _rope(decoder, lengths)
+    for changes in (_for_engines(config, calibrated), {}, _derived(decoder)):
         made = _changed(config, {**changes, key: calibrated, **said})
-        if _same(_rope(config_of(made), lengths), rope):
+        found = _rope(decoder_of(config_of(made)), lengths)
+        if len(found) == len(rope) and all(a.equal(b) and x == y for (a, x), (b, y) in zip(found, rope, strict=True)):
             return made
     return _changed(config, said)
 
@@ -59,35 +62,27 @@ def _for_engines(config: Mapping[str, Any], calibrated: int) -> dict[str, Any]:
     return {"rope_parameters": parameters | {_ORIGINAL: calibrated}}
 
 
-def _derived(read: Any) -> dict[str, Any]:
+def _derived(decoder: Any) -> dict[str, Any]:
     """RoPE's parameters with all that its class computes from the number of positions where they lack it."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = copy.deepcopy(decoder_of(read).rope_parameters)
+    parameters = copy.deepcopy(decoder.rope_parameters)
     for kind, one in _sets(parameters):
         if one.get("rope_type") in ("yarn", "longrope"):
-            _, factor = ROPE_INIT_FUNCTIONS[one["rope_type"]](decoder_of(read), None, layer_type=kind)
+            _, factor = ROPE_INIT_FUNCTIONS[one["rope_type"]](decoder, None, layer_type=kind)
             one["attention_factor"] = factor
-            one["factor"] = one.get("factor") or decoder_of(read).max_position_embeddings / one[_ORIGINAL]
+            one["factor"] = one.get("factor") or decoder.max_position_embeddings / one[_ORIGINAL]
     return {"rope_parameters": parameters}
 
 
-def _sets(parameters: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+def _sets(parameters: Any) -> list[tuple[str | None, dict[str, Any]]]:
     """The sets of RoPE's parameters: one, or one for each type of layer."""
-    nested = {key: value for key, value in (parameters or {}).items() if isinstance(value, dict)}
-    yield from nested.items() if nested else [(None, parameters or {})]
+    nested = [(key, value) for key, value in (parameters or {}).items() if isinstance(value, dict)]
+    return nested or [(None, parameters or {})]
 
 
-def _rope(read: Any, lengths: list[int]) -> list[Any]:
+def _rope(decoder: Any, lengths: list[int]) -> list[Any]:
     """All that RoPE computes: frequencies, and the factor of cosines and sines, at each of these lengths."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     found = []
-    for kind, one in _sets(decoder_of(read).rope_parameters):
+    for kind, one in _sets(decoder.rope_parameters):
         if scaled := ROPE_INIT_FUNCTIONS.get(one.get("rope_type", "default")):  # the default knows no lengths
-            found += [scaled(decoder_of(read), None, seq_len=length, layer_type=kind) for length in (None, *lengths)]
+            found += [scaled(decoder, None, seq_len=length, layer_type=kind) for length in (None, *lengths)]
     return found
-
-
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(a.equal(b) and x == y for (a, x), (b, y) in zip(some, others, strict=True))

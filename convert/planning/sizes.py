@@ -215,13 +215,7 @@ class Sizing(LatentBounds):
         return replace(spec, layer_ranks=(rank,) * spec.num_layers) if self.size.per_layer_ranks else spec
 
     def _channels(self, rank: int, rope_dim: int, any_rank: bool) -> int:
-        """The channels that carry keys and values; refused if there are none, or more than full size.
-
-        Args:
-            rank: R.
-            rope_dim: P.
-            any_rank: Whether it may exceed full size, because it is padded, or the source's own.
-        """
+        """The channels that carry keys and values; refused if there are none, or more than full size and not `any_rank`."""
         host, full, reference = self.host, self.full_rank(rope_dim), self.source.reference
         channels = rank - host.reserved(rank)
         if channels < 1:

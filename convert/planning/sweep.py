@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,8 +14,7 @@ from convert.output.destination import check_output
 from convert.planning.allowed import convertible
 from convert.planning.base import Plan, Request
 from convert.planning.calibration import CalibrationOptions, require_consistent
-from convert.planning.grouped import plan_grouped
-from convert.planning.latent import plan_latent
+from convert.planning.plans import plan_grouped, plan_latent
 from convert.planning.sizes import LatentSize
 
 _log = logging.getLogger("kvfold")
@@ -46,8 +44,8 @@ def plans_for(
     source, calibration = request.source, request.text
     require_consistent(source.max_positions, calibration)
     candidates = _candidates(request, groups, latents, names)
-    counts = Counter(name for name, *_ in candidates)
-    if twice := [name for name, count in counts.items() if count > 1]:
+    names_made = [name for name, *_ in candidates]
+    if twice := [name for name in names_made if names_made.count(name) > 1]:
         raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
     _require_use(calibration, [method for _, method, _ in candidates])
     if idle := sorted(set(names or ()) - {method.name for _, method, _ in candidates}):
@@ -81,17 +79,18 @@ def _candidates(
     if groups is None and latents is None:
         groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0]
         latents = [LatentSize(budget=share) for share in _SHARES]
-    candidates = [
+    candidates: list[tuple[str, Method, Callable[[Request], Plan]]] = [
         (f"gqa-{n}-{m.name}", m, partial(plan_grouped, command="gqa", groups=n, method=m))
         for n in groups or ()
-        for m in map(methods.load_grouped, _chosen(methods.GROUPED, names))
+        for m in map(methods.load_grouped, methods.GROUPED)
     ]
-    return candidates + [
+    candidates += [
         (f"mla-{_size_name(size)}-{m.name}", m, partial(plan_latent, size=size, method=m))
         for size in latents or ()
-        for m in map(methods.load_latent, _chosen(methods.LATENT, names))
+        for m in map(methods.load_latent, methods.LATENT)
         if m.text is not TextUse.NEEDED or not request.text.no_text or names
     ]
+    return [candidate for candidate in candidates if names is None or candidate[1].name in names]
 
 
 def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
@@ -113,10 +112,6 @@ def _calibration(method: Method, text: CalibrationOptions) -> CalibrationOptions
     if method.text is TextUse.USED:
         return replace(text, heal=text.heal or 0)
     return CalibrationOptions(text.texts, text.tokens, text.context, no_text=text.no_text)
-
-
-def _chosen(known: Sequence[str], names: Sequence[str] | None) -> list[str]:
-    return [name for name in known if names is None or name in names]
 
 
 def _size_name(size: LatentSize) -> str:

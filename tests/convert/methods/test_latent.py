@@ -16,10 +16,10 @@ from attention.forward import attention_output
 from attention.record import Attention
 from attention.rope import Pairing, Rotary
 from convert.methods import LATENT, load_latent
-from convert.methods.components import RopeKeys
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation, sized
 from convert.methods.statistics import Statistics
+from convert.methods.weighted import RopeKeys
 
 # ---- full size -------------------------------------------------------------------------------------------------------
 

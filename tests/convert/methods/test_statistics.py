@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from records import inputs, measured, measured_behind, random, record
 
 from convert.methods.blocks import Blocks
-from convert.methods.statistics import Statistics, excerpt, shrinkage
+from convert.methods.statistics import EXCERPT, Statistics, shrinkage
 
 
 def shrinkage_of(known: Statistics) -> float:
@@ -75,7 +75,7 @@ def test_poor_inputs_have_finite_statistics(what: str) -> None:
 )
 def test_an_excerpt_is_a_few_blocks_from_all_over_a_sample(blocks: int, context: int, chosen: list[int]) -> None:
     sample = Blocks.whole(torch.arange(blocks)[:, None, None].expand(-1, context, 1))
-    assert excerpt(sample).rows[:, 0, 0].tolist() == chosen
+    assert sample.spread(EXCERPT).rows[:, 0, 0].tolist() == chosen
 
 
 @pytest.mark.parametrize("norm", ["shared", "head", "all", "layer"])

@@ -10,10 +10,14 @@ from factoring import energies, every_pair, factor, full_rank
 from records import blocks_of, inputs, loss, measured, random, record
 
 from attention.forward import attention_output
+from attention.record import Attention
+from attention.rope import Rotary
 from convert.methods import load_latent
+from convert.methods.distances import waves_at
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
-from convert.methods.latent import Allocation
+from convert.methods.latent import Allocation, rotary_of
 from convert.methods.statistics import Attended, Statistics
+from convert.methods.weighted import RopeKeys
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -61,3 +65,57 @@ def test_a_covariance_that_is_zero_leaves_full_size_exact(constant: str) -> None
         a, Allocation(full_rank(a, kept), kept), dataclasses.replace(known, attended=attended)
     )
     torch.testing.assert_close(attention_output(after, blocks_of(x)), attention_output(a, blocks_of(x)), rtol=1e-3, atol=1e-4)
+
+
+# ---- rotary components, against sums over distances ---------------------------------------------------------------------
+
+
+def keys_of(a: Attention, text: bool = True) -> RopeKeys:
+    return RopeKeys.of(a, measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2]))
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_all_components_together_are_the_keys(text: bool) -> None:
+    keys = keys_of(record(3, 2, 4, 1, 30), text)
+    every = tuple(pair for pair in range(4) for _ in range(3))
+    whole = torch.einsum("hlm,me->hle", *keys.kept(every))
+    torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
+    assert not keys.split(every)[1].any(), "nothing but rounding is left"
+
+
+def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
+    a = record(2, 2, 3, 0, 30)
+    keys = keys_of(a)
+    coefficients, shared = keys.kept((1,))
+    rest = torch.complex(*keys.split((1,))[1].unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
+    distance = torch.arange(keys.mass.shape[1], dtype=torch.float64)
+    for h in range(4):
+        left = keys.z[h // 2] - coefficients[h] @ shared
+        turned = torch.exp(-1j * distance[:, None] * rotary_of(a).frequencies)[..., None] * left
+        torch.testing.assert_close(rest[h], (keys.mass[h][:, None, None] * turned).sum(0), rtol=1e-9, atol=1e-9)
+
+
+def test_what_a_component_loses_is_what_not_turning_costs() -> None:
+    """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
+    keys = keys_of(record(1, 1, 4, 0, 30))
+    energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
+    expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
+    torch.testing.assert_close(keys.components[0][:, 0], expected / expected.sum(), rtol=1e-9, atol=0)
+
+
+def test_heads_that_copy_count_more() -> None:
+    a = record(2, 1, 4, 0, 30)
+    plain = keys_of(a).components[0]
+    both = dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)).components[0]
+    torch.testing.assert_close(both, 2 * plain, rtol=1e-9, atol=0)
+    one = dataclasses.replace(keys_of(a), copying=torch.tensor([1 / 3, 0.0], dtype=torch.float64)).components[0]
+    assert ((one > plain) & (one < both)).any()
+
+
+def test_phases_turn_as_the_sequence_does() -> None:
+    """LongRoPE: beyond its limit all of a sequence rotates by the long list, in the attention and in the phases."""
+    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
+    a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
+    for tokens, expected in ((20, short), (21, long)):
+        waves = waves_at(rotary_of(a), RopeKeys.of(a, measured(inputs(20, tokens=tokens))).mass)
+        torch.testing.assert_close(waves[1], torch.exp(-1j * expected))

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.errors import Refusal
 from convert.methods.frequencies import pairs_by_stride
-from convert.planning.budget import FORMATS, ROTARY, fold_of, format_of, layer_ranks, split_budget
+from convert.planning.budget import FORMATS, ROTARY, LatentBounds, fold_of, format_of, layer_ranks
+
+
+def split_budget(
+    values: int, share: float, rotary: int, groups: int, full: Callable[[int], int], least: int, evenly: bool = False
+) -> tuple[int, int]:
+    """Rank and rotary dims where full rank and the least rank are these."""
+    bounds: Any = SimpleNamespace(
+        before=SimpleNamespace(num_layers=share, values_per_token=values), rotary_dim=rotary, rotary_keys=groups,
+        host=SimpleNamespace(portable=evenly), full_rank=full, with_reserved=lambda rank: least if rank == 1 else rank,
+    )  # fmt: skip
+    return LatentBounds.for_budget(bounds, values)
 
 
 @settings(deadline=None)
