@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -217,21 +217,20 @@ class Source:
 
         self.refuse_remote_code()
         models.make_known(self.model_type)
-        own = self.raw.get("auto_map") and not models.provides(self.model_type)
-        if not own and self.model_type not in CONFIG_MAPPING:
+        if self.raw.get("auto_map") and not models.provides(self.model_type):
+            build = partial(AutoConfig.from_pretrained, str(self._config_path.parent), trust_remote_code=True)
+        elif self.model_type not in CONFIG_MAPPING:
             raise Refusal(
                 f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
                 hint="is it the config of a Hugging Face checkpoint?",
             )
-        if not own:
+        else:  # by type and values, not by path: a Hub config needs no second look at the network
             config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
-        values = {key: value for key, value in self.raw.items() if key != "model_type"}
+            values = {key: value for key, value in self.raw.items() if key != "model_type"}
+            build = partial(CONFIG_MAPPING[self.model_type], **values)
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if own:
-                    config = AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
-                else:  # by type and values, not by path: a Hub config needs no second look at the network
-                    config = CONFIG_MAPPING[self.model_type](**values)
+                config = build()
         except KeyError as error:
             said = "".join(map(str, error.args))  # without the quotes that str() puts around it
             raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
@@ -291,11 +290,10 @@ class Source:
         """
         from transformers import AutoTokenizer
 
+        files = self.files
         try:
             models.make_known(self.model_type)
-            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
-        except Failure:
-            raise
+            return AutoTokenizer.from_pretrained(files, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
             raise Failure(said, hint="copy the tokenizer's files beside the weights") from error

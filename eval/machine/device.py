@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from attention.errors import Failure, Refusal
@@ -59,17 +60,14 @@ def free_memory(device: Any) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return whole_memory(device)  # not Linux
+    return int(psutil.virtual_memory().available)
 
 
 def whole_memory(device: Any) -> int:
     """Bytes of a GPU's memory, or of this machine's, whatever uses them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 @contextlib.contextmanager
