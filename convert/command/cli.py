@@ -202,7 +202,7 @@ def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
     from eval import bench
-    from eval.speed.table import to_markdown
+    from eval.speed.bench import to_markdown
 
     quiet, output, progress = given["quiet"], given["output"], _console(given)
     found = bench(models, progress=progress, **given)

@@ -1,4 +1,4 @@
-"""Measures prefill, decode step, cache and peak memory of models, at every batch and context.
+"""Measures prefill, decode step, cache and peak memory of models, at every batch and context, and prints a table of them.
 
 Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
@@ -26,11 +26,15 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.device import compute_device, free_memory, hardware, memory_for, require_device, timed
 from eval.speed.workload import Workload
+from eval.terminal.escapes import markdown
 from eval.terminal.progress import Progress, silent, stage
-from eval.terminal.tables import bytes_text
+from eval.terminal.tables import bytes_text, table
 
 _log = logging.getLogger("kvfold")
 _WARM_UP = 3  # steps
+_HEADER = ("batch", "context", "model", "attention", "runtime", "prefill, ms", "step, ms", "cache", "peak memory")
+_NUMBERS = (0, 1, 5, 6, 7, 8)
+_PEAK = len(_HEADER) - 1  # which a GPU alone has
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Case(NamedTuple):
 
 
 class ModelRun(NamedTuple):
-    """A model in one runtime, ours (if it supports the class) or transformers'; it gets one row per batch and context."""
+    """A model in one runtime, ours (if it supports the class; never MHA) or transformers'; a row per batch and context."""
 
     source: Source
     spec: AttentionSpec
@@ -121,7 +125,12 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
         require_causal(source)
     contexts = require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
-    runs = [run for source in sources for run in _runtimes(source, settings, device)]
+    runs = []
+    for source in sources:
+        spec, dtype = AttentionSpec.from_config(source.config), compute_dtype(source, settings.dtype, device.type)
+        weights, ours = count_parameters(source.config) * dtype_bytes(dtype), spec.kind != "MHA"
+        runtimes = (True, False) if ours and settings.stock else (ours,)
+        runs += [ModelRun(source, spec, dtype, each, weights) for each in runtimes]
     if settings.stock and not any(run.ours for run in runs):
         raise Refusal(
             "none of these models has latent or grouped attention, so there is no stock runtime to compare with",
@@ -130,15 +139,6 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
     # The largest first, so that a lack of memory shows at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
     return runs, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
-
-
-def _runtimes(source: Source, settings: BenchSettings, device: torch.device) -> list[ModelRun]:
-    """A model in each runtime to measure, from its config alone. MHA only runs in transformers' runtime."""
-    spec = AttentionSpec.from_config(source.config)
-    dtype = compute_dtype(source, settings.dtype, device.type)
-    weights = count_parameters(source.config) * dtype_bytes(dtype)
-    ours = spec.kind != "MHA"
-    return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and settings.stock else (ours,))]
 
 
 def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
@@ -237,3 +237,50 @@ def _peak(work: Workload) -> int | None:
     work.step()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device))
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """One GitHub table, grouped by batch and context, and lines below it. Rates are medians with both extremes."""
+    cases = zip(*([(model, row) for row in model["cases"]] for model in report["models"]), strict=True)
+    rows = [_cells(model, row) for case in cases for model, row in case]
+    columns = len(_HEADER) if any(row[_PEAK] for row in rows) else _PEAK
+    right = [column for column in _NUMBERS if column < columns]
+    shown = table(_HEADER[:columns], [row[:columns] for row in rows], right)
+    return "\n\n".join([shown, *map(markdown, _lines(report))]) + "\n"
+
+
+def _cells(model: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    runtime = model["runtime"] + (f", {row['backend']}" if row["backend"] else "")
+    times = [_milliseconds(row[key]) for key in ("prefill_seconds", "step_seconds")]
+    peak = "" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
+    sizes = [f"{row['batch']:,}", f"{row['context']:,}"]
+    return [*sizes, model["name"], model["kind"], runtime, *times, bytes_text(row["cache_bytes"]), peak]
+
+
+def _milliseconds(seconds: dict[str, Any]) -> str:
+    median, low, high = (_three_digits(1e3 * seconds[key]) for key in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    setup, models = report["setup"], report["models"]
+    rows = [(model, row) for model in models for row in model["cases"]]
+    cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
+    lines = [_setup(setup, models)]
+    if cut:
+        lines.append(f"Prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+    return lines + [f"Warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]
+
+
+def _setup(setup: dict[str, Any], models: list[dict[str, Any]]) -> str:
+    dtypes, attentions = (" and ".join(dict.fromkeys(model[key] for model in models)) for key in ("dtype", "attention"))
+    return (
+        f"{setup['name']} ({setup['device']}), cores: {setup['cores']}, threads: {setup['threads']}; torch {setup['torch']}, "
+        f"transformers {setup['transformers']}; {dtypes}, {attentions} attention. "
+        f"Medians (least to most) of rounds: {setup['rounds']}, each of one prefill and steps: {setup['steps']}. A step is a "
+        "forward pass of the last token of each sequence."
+    )

@@ -24,8 +24,7 @@ from eval.inputs.source import Source
 from eval.machine import device
 from eval.machine.device import free_memory, memory_for, trim_memory, whole_memory
 from eval.speed import bench
-from eval.speed.bench import BenchSettings, Case, check, run
-from eval.speed.table import to_markdown
+from eval.speed.bench import BenchSettings, Case, check, run, to_markdown
 from eval.speed.workload import Workload
 
 CPU = torch.device("cpu")
