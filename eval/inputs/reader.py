@@ -158,7 +158,12 @@ class _Pickle:
         self.aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         for name, stored in loaded.items():
-            _require_plain(path.name, name, stored)
+            layout = stored.layout if stored.layout is not torch.strided else None
+            # Sparse or quantised, …: safetensors cannot hold it.
+            if stored.is_quantized or layout or stored.device.type != "cpu" or stored.dtype not in DTYPES.values():
+                what = layout or (stored.device.type if stored.device.type != "cpu" else stored.dtype)
+                kind = str(what).removeprefix("torch.")
+                raise Failure(f"{path.name}: tensor {name} is of kind {kind}, which kvfold cannot copy", hint=_FLOATS_ONLY)
             self.tensors[name] = tensor = stored.detach().resolve_neg()
             first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
             if first != name and tensor.numel():  # all empty tensors have the same address
@@ -175,15 +180,6 @@ def _reason(error: Exception) -> str:
     if found or "weights_only" in said:
         return found[0] if found else "torch refuses it"
     return f"{type(error).__name__}: {said[:160]}"
-
-
-def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
-    layout = tensor.layout if tensor.layout is not torch.strided else None
-    if tensor.is_quantized or layout or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
-        what = layout or (tensor.device.type if tensor.device.type != "cpu" else tensor.dtype)
-        kind = str(what).removeprefix("torch.")
-        raise Failure(f"{file}: tensor {name} is of kind {kind}, which kvfold cannot copy", hint=_FLOATS_ONLY)
 
 
 def open_safetensors(path: Path) -> Any:
