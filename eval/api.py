@@ -36,9 +36,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     text, dataset, output = given["text"], given["dataset"], given["output"]
     if (text is None) == (dataset is None):
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
-    if not models:
-        raise Refusal("there is no model to evaluate")
-    sources = _sources(models, given["trust_remote_code"])
+    sources = _sources(models, given["trust_remote_code"], "evaluate")
     settings = EvaluationSettings(
         protocol=given["protocol"],
         contexts=contexts_of(given["context"]),
@@ -77,9 +75,7 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
     from eval.report import quality as report
     from eval.speed.bench import BenchSettings, run
 
-    if not models:
-        raise Refusal("there is no model to measure")
-    sources, output = _sources(models, given["trust_remote_code"]), given["output"]
+    sources, output = _sources(models, given["trust_remote_code"], "measure"), given["output"]
     if output is not None:
         report.require_room(Path(output), ("bench.json",), given["overwrite"])
     settings = BenchSettings(
@@ -97,7 +93,9 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
     return found
 
 
-def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool) -> list[Source]:
+def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool, verb: str) -> list[Source]:
+    if not models:
+        raise Refusal(f"there is no model to {verb}")
     named = [models] if isinstance(models, str | Path) else models  # a string is a sequence of its letters, too
     return [Source.parse(str(model), trust_remote_code) for model in named]
 

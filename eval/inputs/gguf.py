@@ -68,14 +68,14 @@ class GgufFile:
     Attributes:
         path: The file.
         keys: Its keys; True in place of lists of tokens.
-        tensors: Its tensors' names, and their sizes as the file has them: columns first.
+        tensors: Its tensors' names.
         quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
         dtype: What the weights become.
     """
 
     path: Path
     keys: Mapping[str, Any]
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Sequence[str]
     quantisation: str
     dtype: str
 
@@ -115,8 +115,7 @@ class GgufFile:
             raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
-        tensors = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
-        return cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
+        return cls(path, keys, [tensor.name for tensor in reader.tensors], most, _PLAIN.get(most, _QUANTISED))
 
     @property
     def note(self) -> str:

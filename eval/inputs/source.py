@@ -322,14 +322,13 @@ class Source:
             Refusal: As of `refuse_adapter`, or as `GgufFile.directory`.
             Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.directory`.
         """
-        from huggingface_hub.utils import filter_repo_objects
-
         if self.gguf:
             return self.gguf.directory
         found = self.directory
         if found is None:
             listed = self._listed(self.commit)
-            whole = listed is None or any(filter_repo_objects(listed, allow_patterns=_WANTED[0], ignore_patterns=_UNWANTED))
+            unwanted = {name for name in listed or () if any(fnmatch(name, pattern) for pattern in _UNWANTED)}
+            whole = listed is None or any(fnmatch(name, _WANTED[0]) for name in {*listed} - unwanted)
             found = self._download(_WANTED if whole else _WANTED + _PICKLES, self.commit)
         refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found
