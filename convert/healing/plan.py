@@ -20,7 +20,7 @@ from convert.planning.base import location_of
 from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts
-from eval.machine.device import require_device
+from eval.machine.device import compute_device
 from eval.quality.origin import stated_cache
 
 _TOKENS = 20_000_000  # to train on
@@ -195,7 +195,7 @@ def plan_heal(
     Raises:
         Refusal: Configs or arguments do not allow it.
     """
-    require_device(device)
+    compute_device(device)
     if options.track is not None:
         _require_tracker(options.track)
     if options.train not in PARTS:

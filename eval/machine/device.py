@@ -20,30 +20,24 @@ from attention.errors import Failure, Refusal
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def require_device(name: str) -> None:
-    """Check a `--device` argument: "auto", "cpu", "cuda", "cuda:1", ….
+def compute_device(name: str) -> Any:
+    """The `torch.device` of a `--device` argument: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ….
 
     Raises:
         Refusal: It is not a device name.
         Failure: This machine has no such device.
     """
     if name == "auto":
-        return
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        kind, index = torch.device(name).type, torch.device(name).index
+        device = torch.device(name)
     except RuntimeError:
         raise Refusal(f"no device {name!r} (choose auto, cpu, cuda or cuda:N)") from None
-    if kind not in ("cpu", "cuda") or (kind == "cpu" and index is not None):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise Refusal(f"device {name!r} is not supported (choose auto, cpu, cuda or cuda:N)")
-    if kind == "cuda" and (index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
-
-
-def compute_device(name: str) -> Any:
-    """The `torch.device` of a checked `--device` argument; "auto" is a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return device
 
 
 def rough(device: Any) -> Any:

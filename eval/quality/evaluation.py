@@ -14,7 +14,7 @@ from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
-from eval.machine.device import require_device
+from eval.machine.device import compute_device
 from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
@@ -112,7 +112,7 @@ def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings)
 
 def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
     """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
-    require_device(settings.device)
+    compute_device(settings.device)
     for source in sources:
         require_causal(source)
     if len({source.vocabulary for source in sources}) > 1:

@@ -24,7 +24,7 @@ from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import compute_dtype, load, require_causal
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
-from eval.machine.device import compute_device, free_memory, hardware, memory_for, require_device, timed
+from eval.machine.device import compute_device, free_memory, hardware, memory_for, timed
 from eval.speed.workload import Workload
 from eval.terminal.escapes import markdown
 from eval.terminal.progress import Progress, silent, stage
@@ -116,7 +116,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:
     """Check settings and configs. Returns the models in their runtimes, and the sizes to measure at."""
-    require_device(settings.device)
+    device = compute_device(settings.device)
     for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
         value = getattr(settings, name)
         if any(each < least for each in (value if isinstance(value, tuple) else (value,))):
@@ -124,7 +124,6 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
     for source in sources:
         require_causal(source)
     contexts = require_contexts(sources, settings.contexts)
-    device = compute_device(settings.device)
     runs = []
     for source in sources:
         spec, dtype = AttentionSpec.from_config(source.config), compute_dtype(source, settings.dtype, device.type)
