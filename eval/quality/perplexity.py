@@ -69,16 +69,12 @@ class Score:
         except OverflowError:
             raise Failure(f"perplexity overflows at {self.loss:.0f} nats per token: the model's output is garbage") from None
 
-    def bits_per_byte(self, tokens: Tokens) -> float:
-        """Mean loss in bits times tokens per byte of text: comparable between tokenizers."""
-        return self.loss / math.log(2) * tokens.per_byte
-
     def as_figures(self, tokens: Tokens, source: Score) -> dict[str, Any]:
         """The quality part of one report entry."""
         return {
             "perplexity": self.perplexity,
             "loss_nats": self.loss - source.loss,
-            "bits_per_byte": self.bits_per_byte(tokens),
+            "bits_per_byte": self.loss / math.log(2) * tokens.per_byte,  # comparable between tokenizers
             "tokens": self.tokens,
             "kl_to_source": self.kl / self.tokens,
             "top1_agreement": self.agreed / self.tokens,

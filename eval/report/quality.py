@@ -240,5 +240,4 @@ def _probed(one: Model | None, is_source: bool) -> str:
         return "-"
     error = "" if is_source or one["standard_error"] is None else f" ± {one['standard_error']:.2f}"
     exact = f" ({one['exact']:.0%})" if "exact" in one else ""
-    nats = round(one["nats"], 2) + 0.0  # no figure reads -0.00
-    return f"{nats:{'' if is_source else '+'}.2f}{error}{exact}"
+    return f"{one['nats']:{'' if is_source else '+'}z.2f}{error}{exact}"
