@@ -141,11 +141,7 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
 
 
 def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
-    """Fail if weights and cache alone exceed the free memory; on a CPU, the system would kill the process instead.
-
-    Raises:
-        Failure: They exceed it.
-    """
+    """Raise `Failure` if weights and cache alone exceed the free memory; on a CPU, the system would kill the process."""
     free = free_memory(device)
     for run in runs:
         case = max(cases, key=lambda case: run.cache_bytes(*case))

@@ -103,9 +103,8 @@ class Workload:
             Failure: They are not.
         """
         self.to_last()
-        if bool(self.step().isfinite().all()):
-            return
-        raise Failure(
-            f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
-            hint="use --dtype float32 or bfloat16; if that does not help, convert again",
-        )
+        if not self.step().isfinite().all():
+            raise Failure(
+                f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
+                hint="use --dtype float32 or bfloat16; if that does not help, convert again",
+            )
