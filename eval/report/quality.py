@@ -1,11 +1,12 @@
 """Renders a report (`eval.evaluate` returns one) as JSON, Markdown and one self-contained HTML page with a plot.
 
 A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. Its tables are one list for
-Markdown and HTML, so they always agree; its plot is made in `eval.report.plot`.
+Markdown and HTML, so they always agree.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 from attention.errors import Failure, Refusal
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import WARN_ABOVE
-from eval.report import plot
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -27,6 +27,18 @@ Report = dict[str, Any]
 NAMES = ("report.json", "report.md", "report.html")
 LARGE = 0.25  # nats from which on a loss is said in words, too: perplexity × 1.3
 _DOUBLED = math.log(2)  # of the perplexity
+# Of the plot.
+_MARKERS = "osD^vPX<>*hpd"
+_SIZE = (760, 440)  # pixels
+_ROW = 18  # pixels of a row of the legend
+_STYLE = {
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False),
+    "axes.grid": True,
+    "grid.color": "#d9dde2",
+    "font.size": 12,
+    "svg.fonttype": "none",  # text that can be selected
+    "svg.hashsalt": "kvfold",
+}
 
 
 def to_json(report: Report) -> str:
@@ -99,7 +111,7 @@ def to_html(report: Report) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("report.html.j2").read_text("utf-8"))
-    svg = plot.to_svg(report["models"])
+    svg = to_svg(report["models"])
     return template.render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
@@ -241,3 +253,58 @@ def _probed(one: Model | None, is_source: bool) -> str:
     error = "" if is_source or one["standard_error"] is None else f" ± {one['standard_error']:.2f}"
     exact = f" ({one['exact']:.0%})" if "exact" in one else ""
     return f"{one['nats']:{'' if is_source else '+'}z.2f}{error}{exact}"
+
+
+def to_svg(models: Sequence[Model]) -> str:
+    """Perplexity against KV bytes per token: a colour for each method and format, a marker for each kind of attention."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    series = list(dict.fromkeys(map(_series, models[1:])))
+    kinds = list(dict.fromkeys(printable(model["kind"]) for model in models))
+    marker = {kind: _MARKERS[index % len(_MARKERS)] for index, kind in enumerate(kinds)}
+    points = [(model["kv_bytes_per_token"] / 1024, float(model["perplexity"])) for model in models]
+    with matplotlib.style.context(["default", _STYLE]):  # "default" overrides the user's matplotlibrc
+        width, height = _SIZE[0], max(_SIZE[1], _ROW * (3 + len(series) + len(kinds)))
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        axes = figure.add_subplot()
+        ring: dict[str, Any] = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 12, "linestyle": ""}
+        axes.axhline(points[0][1], color="gray", linestyle="--", linewidth=1)
+        axes.plot(*points[0], label="source", **ring)
+        for index, label in enumerate(series):
+            line = sorted(point for point, model in zip(points[1:], models[1:], strict=True) if _series(model) == label)
+            axes.plot(*zip(*line, strict=True), color=f"C{index % 10}", linewidth=1, label=label)
+        for point, model in zip(points, models, strict=True):
+            colour = "black" if model is models[0] else f"C{series.index(_series(model)) % 10}"
+            axes.plot(*point, marker[printable(model["kind"])], color=colour)
+        log_x, log_y = (_scaled(axes, which, values) for which, values in zip("xy", zip(*points, strict=True), strict=True))
+        axes.set_xlabel(f"KV bytes per token (KiB{', log scale' if log_x else ''})")
+        axes.set_ylabel(f"perplexity{' (log scale)' if log_y else ''}")
+        for kind in kinds:
+            axes.plot([], [], marker[kind], color="black", label=kind)
+        figure.legend(loc="outside right upper")
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return stream.getvalue()
+
+
+def _series(model: Model) -> str:
+    """What a colour stands for: a method and the format of the cache, or the source in any format."""
+    method, form = model["method"], model.get("cache_format")
+    name = printable(f"{method}, {form} cache" if method and form else method or "not converted")
+    return f" {name}" if name.startswith("_") else name  # matplotlib leaves out labels that begin with an underscore
+
+
+def _scaled(axes: Any, which: str, values: Sequence[float]) -> bool:
+    """Make axis "x" or "y" logarithmic if the values span a factor of four; whether it is. A linear x begins at 0."""
+    from matplotlib.ticker import LogLocator
+
+    axis, log = getattr(axes, f"{which}axis"), max(values) > 4 * min(values) > 0
+    if log:
+        axes.set(**{f"{which}scale": "log"})
+        axis.set_major_locator(LogLocator(2) if which == "x" else LogLocator(10, (1, 2, 3, 5, 7)))
+    elif which == "x":
+        axes.set_xlim(0, 1.1 * max(values))
+    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.minorticks_off()
+    return log
