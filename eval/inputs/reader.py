@@ -25,7 +25,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
@@ -51,7 +50,7 @@ class TensorInfo:
 
         Weights stored as integers or 8-bit floats are quantised, and mean nothing without their scales.
         """
-        return self.dtype in _CASTABLE
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
     def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
         """The tensor under `--dtype`: floats are cast, everything else stays."""
