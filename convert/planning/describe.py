@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
@@ -172,7 +171,7 @@ def capacity(
 
     def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
         parameters = whole - own + _parameters(shapes, spec)
-        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
+        row = fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype)
         rows.append(row | {"parameters": parameters, "engines": engines})
 
     hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}

@@ -124,8 +124,7 @@ def to_html(report: Report) -> str:
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
     """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
-    pages = (to_json, to_markdown, to_html)
-    return write_pages({name: page(report) for name, page in zip(NAMES, pages, strict=True)}, directory)
+    return write_pages(dict(zip(NAMES, (to_json(report), to_markdown(report), to_html(report)), strict=True)), directory)
 
 
 def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None:
