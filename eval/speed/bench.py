@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from eval.terminal.tables import bytes_text, table
 
 _log = logging.getLogger("kvfold")
 _WARM_UP = 3  # steps
+Case = tuple[int, int]  # a batch size, and tokens per sequence
 _HEADER = ("batch", "context", "model", "attention", "runtime", "prefill, ms", "step, ms", "cache", "peak memory")
 _NUMBERS = (0, 1, 5, 6, 7, 8)
 _PEAK = len(_HEADER) - 1  # which a GPU alone has
@@ -58,16 +60,6 @@ class BenchSettings:
     dtype: str = "auto"
     device: str = "auto"
     stock: bool = False
-
-
-class Case(NamedTuple):
-    """A batch size, and tokens per sequence."""
-
-    batch: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"batch {self.batch} × context {self.context}"
 
 
 class ModelRun(NamedTuple):
@@ -136,21 +128,20 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
             hint="leave --stock out",
         )
     # The largest first, so that a lack of memory shows at once.
-    cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
-    return runs, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
+    return runs, sorted(dict.fromkeys(itertools.product(settings.batches, contexts)), key=math.prod, reverse=True)
 
 
 def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
     """Raise `Failure` if weights and cache alone exceed the free memory; on a CPU, the system would kill the process."""
     free = free_memory(device)
     for run in runs:
-        case = max(cases, key=lambda case: run.cache_bytes(*case))
-        cache = run.cache_bytes(*case)
+        batch, context = max(cases, key=lambda case: run.cache_bytes(*case))
+        cache = run.cache_bytes(batch, context)
         if run.weight_bytes + cache > free:
-            most = int((free - run.weight_bytes) // run.cache_bytes(1, case.context))
+            most = int((free - run.weight_bytes) // run.cache_bytes(1, context))
             raise Failure(
-                f"{run.source.name} at {case} takes {bytes_text(run.weight_bytes)} of weights and {bytes_text(cache)} "
-                f"of KV cache in {run.dtype}; {device} has {bytes_text(free)} free",
+                f"{run.source.name} at batch {batch} × context {context} takes {bytes_text(run.weight_bytes)} of weights and "
+                f"{bytes_text(cache)} of KV cache in {run.dtype}; {device} has {bytes_text(free)} free",
                 hint=f"use --batch {most} or less at this context"
                 if most > 0
                 else "use a shorter --context or a smaller --dtype",
@@ -184,10 +175,10 @@ def _entry(
 
 @torch.no_grad()  # as in `generate`
 def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, done: Callable[[int], None]) -> dict[str, Any]:
-    name = run.source.name
-    what = f"{name} at {case} in {run.dtype}"
+    name, (batch, context) = run.source.name, case
+    what = f"{name} at batch {batch} × context {context} in {run.dtype}"
     with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
-        work = Workload(model, *case)
+        work = Workload(model, batch, context)
         device = work.ids.device
         work.to_start()
         work.prefill()
@@ -204,7 +195,8 @@ def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, don
             steps.append(sum(timed(device, work.step, work.to_last, settings.steps)) / settings.steps)
             done(1)
     return {
-        **case._asdict(),
+        "batch": batch,
+        "context": context,
         "backend": backend,
         "backend_reason": reason,
         "prefill_chunk": work.chunk,
