@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -18,7 +18,7 @@ from eval.machine.device import compute_device
 from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
-from eval.quality.perplexity import Score, batches, protocol_entry
+from eval.quality.perplexity import batches
 from eval.quality.probes import Probes, figures
 from eval.quality.protocol import Protocol
 from eval.quality.settings import EvaluationSettings
@@ -63,7 +63,7 @@ def report_of(
     def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
-    rows = _rows(sources, settings.cache_dtypes, len(protocols))
+    rows = _rows(sources, settings.cache_dtypes)
     for row, said in zip(rows, known + [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(known) :]], strict=True):
         # What files can make fail comes before the long part.
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
@@ -75,7 +75,14 @@ def report_of(
     quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),
-        "protocol": protocol_entry(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
+        "protocol": {  # all that a figure depends on besides the model
+            **asdict(protocols[0]),
+            "dtype": compute_dtype(sources[0], settings.dtype, settings.device),
+            "text": tokens.name,
+            "text_hash": tokens.hash,
+            "tokens": len(tokens.ids),
+            "bytes_in_text": tokens.text_bytes,
+        },
         "models": [row.entry | {"remarks": row.remarks} | one for row, one in zip(rows, quality[0], strict=True)],
         "other_contexts": [
             {
@@ -89,7 +96,7 @@ def report_of(
     }
 
 
-def _rows(sources: Sequence[Source], forms: Sequence[str], contexts: int) -> list[Row]:
+def _rows(sources: Sequence[Source], forms: Sequence[str]) -> list[Row]:
     """Each model as it is, then each once for each format of the cache that its dtype is not."""
     rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
     rows += [
@@ -98,7 +105,7 @@ def _rows(sources: Sequence[Source], forms: Sequence[str], contexts: int) -> lis
         for form in forms
         if form != source.dtype and is_cached_in(source, form)
     ]
-    return [Row(source, form, [Score() for _ in range(contexts)]) for source, form in rows]
+    return [Row(source, form) for source, form in rows]
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:

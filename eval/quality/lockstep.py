@@ -49,7 +49,7 @@ class Row:
 
     source: Source
     form: str | None
-    scores: list[Score]
+    scores: list[Score] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     entry: dict[str, Any] = field(default_factory=dict)
     found: dict[Cell, Found] = field(default_factory=dict)
@@ -79,6 +79,8 @@ def measure(
         Failure: A model cannot be loaded, its figures cannot be trusted, or memory does not suffice.
     """
     first, *others = rows
+    for row in rows:
+        row.scores = [Score() for _ in batches]
     total = sum(len(batch.targets) for part in batches for batch in part)
 
     def measure_group(source: Any, group: Sequence[Row], again: bool) -> None:  # whose end frees the models of a group

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import nll_loss
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device
-from eval.quality.protocol import Batch, Protocol
+from eval.quality.protocol import Batch
 
 # Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
@@ -112,15 +112,3 @@ def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
     return logits
-
-
-def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
-    """The protocol part of a report: everything that a figure depends on besides the model."""
-    return {
-        **asdict(protocol),
-        "dtype": dtype,
-        "text": tokens.name,
-        "text_hash": tokens.hash,
-        "tokens": len(tokens.ids),
-        "bytes_in_text": tokens.text_bytes,
-    }
