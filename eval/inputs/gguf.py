@@ -208,7 +208,9 @@ class GgufFile:
         absent = {name: value for name, value in _ABSENT.items() if _MEANS[name][0] in computed}
         for name, said in (absent | own).items():
             read = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
-            if name in _SIZES or (name == "rope.scaling.type" and said == "none") or _same(said, read):
+            numbers = isinstance(said, float) and isinstance(read, int | float)
+            same = math.isclose(said, read, rel_tol=1e-6) if numbers else said == read  # a header's floats have 32 bits
+            if same or name in _SIZES or (name == "rope.scaling.type" and said == "none"):
                 continue
             stated = f"is {said}" if name in own else f"is not there, which means {said}"
             yield f"its key {architecture}.{name} {stated}" + (f", and {read} was read" if name in _MEANS else "")
@@ -249,13 +251,6 @@ def _computed(config: Any) -> dict[str, Any]:
         dims = int(head_dim * (rope.get("partial_rotary_factor") or 1))
         values |= {"rope_theta": rope["rope_theta"], "rotary_dims": dims}
     return values
-
-
-def _same(said: Any, read: Any) -> bool:
-    """Whether a number of a header, in 32 bits, is that of a config."""
-    if isinstance(said, float) and isinstance(read, int | float):
-        return math.isclose(said, read, rel_tol=1e-6)
-    return bool(said == read)
 
 
 def _require_sound(path: Path) -> None:
