@@ -63,12 +63,18 @@ def to_markdown(report: Report) -> str:
     for part in sections(report):
         parts.append(table(part.header, part.rows, range(part.words, len(part.header))))
         parts += [markdown(part.note)] if part.note else []
-    return "\n\n".join([*parts, *map(markdown, [_protocol(report), *_remarks(report)])]) + "\n"
+    return "\n\n".join([*parts, *map(markdown, _remarks(report))]) + "\n"
 
 
 def _remarks(report: Report) -> list[str]:
-    """What to know before the figures are believed, a sentence each."""
-    context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
+    """The protocol, and what to know before the figures are believed, a sentence each."""
+    protocol = report["protocol"]
+    measured = (
+        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, BOS {protocol['bos']}, "
+        f"{protocol['dtype']}; text {protocol['text']}, {report['models'][0]['tokens']:,} tokens scored, "
+        f"{protocol['text_hash'][: len('sha256:') + 12]}."
+    )
+    context = max([protocol["context"], *(other["context"] for other in report.get("other_contexts", []))])
     context = max([context, *(one["at"] or 0 for model in report.get("probes") or [] for one in model["found"])])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -93,16 +99,7 @@ def _remarks(report: Report) -> list[str]:
     large = [f"{model['name']} {loss_text(model['loss_nats'])}" for model in report["models"] if model["loss_nats"] >= LARGE]
     step = "A larger cache loses less; healing (convert heal) makes up for a part."
     lossy = [f"Warning: large loss: {'; '.join(large)}. {step}"] if large else []
-    return windowed[:1] + flattered + beyond + unlike + compared + lossy
-
-
-def _protocol(report: Report) -> str:
-    protocol = report["protocol"]
-    return (
-        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, BOS {protocol['bos']}, "
-        f"{protocol['dtype']}; text {protocol['text']}, {report['models'][0]['tokens']:,} tokens scored, "
-        f"{protocol['text_hash'][: len('sha256:') + 12]}."
-    )
+    return [measured, *windowed[:1], *flattered, *beyond, *unlike, *compared, *lossy]
 
 
 def to_html(report: Report) -> str:
@@ -115,7 +112,7 @@ def to_html(report: Report) -> str:
     return template.render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
-        remarks=list(map(printable, [_protocol(report), *_remarks(report)])),
+        remarks=list(map(printable, _remarks(report))),
         plot=svg[svg.index("<svg") :],  # an XML declaration and the document type precede it
         sections=sections(report),
         json=to_json(report),
