@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
 
@@ -129,7 +131,6 @@ class GgufFile:
         Raises:
             Refusal: transformers does not read the architecture, or ignores something in the file.
         """
-        import torch
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -153,7 +154,6 @@ class GgufFile:
             Refusal: transformers does not read all of it.
             Failure: The disk is full.
         """
-        import torch
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -220,7 +220,6 @@ class GgufFile:
 
     def _without_place(self, config: Any) -> list[str]:
         """The tensors that transformers would leave out."""
-        import torch
         from transformers import AutoModelForCausalLM
 
         try:
