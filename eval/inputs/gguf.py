@@ -207,7 +207,7 @@ class GgufFile:
         own = {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
         absent = {name: value for name, value in _ABSENT.items() if _MEANS[name][0] in computed}
         for name, said in (absent | own).items():
-            read = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
+            read: Any = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
             numbers = isinstance(said, float) and isinstance(read, int | float)
             same = math.isclose(said, read, rel_tol=1e-6) if numbers else said == read  # a header's floats have 32 bits
             if same or name in _SIZES or (name == "rope.scaling.type" and said == "none"):
