@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
 
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
@@ -131,11 +133,10 @@ class GgufFile:
         Raises:
             Refusal: transformers does not read the architecture, or ignores something in the file.
         """
-        from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
         with self._read_by_transformers() as where:
-            config = AutoConfig.from_pretrained(**where)
+            config = transformers.AutoConfig.from_pretrained(**where)
         if config.model_type not in CLASSES or getattr(config, "num_attention_heads", None) is None:
             raise Refusal(f"{self.path} is a {config.model_type}, not a decoder with attention", hint="choose another model")
         config.architectures, config.dtype = [CLASSES[config.model_type]], getattr(torch, self.dtype)
@@ -154,19 +155,16 @@ class GgufFile:
             Refusal: transformers does not read all of it.
             Failure: The disk is full.
         """
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
         _ = self.raw  # refuses what transformers ignores, before weights are read
         quiet = contextlib.redirect_stderr(io.StringIO())  # transformers draws bars that no setting hides
         with self._read_by_transformers() as where, quiet:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=getattr(torch, self.dtype),
-                quantization_config=GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         self._refuse([f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names])
         model.config.architectures = [type(model).__name__]
         directory = Path(tempfile.mkdtemp(prefix="kvfold-gguf-"))
@@ -220,15 +218,13 @@ class GgufFile:
 
     def _without_place(self, config: Any) -> list[str]:
         """The tensors that transformers would leave out."""
-        from transformers import AutoModelForCausalLM
-
         try:
             from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
         except ImportError:  # internals of another version, which reports them on loading
             return []
         with self._read_by_transformers():
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                model = transformers.AutoModelForCausalLM.from_config(config)
             processor = TENSOR_PROCESSORS.get(self.keys["general.architecture"], TensorProcessor)({})
             places = get_gguf_hf_weights_map(model, processor)
         return [name for name in self.tensors if not {name, name.removesuffix(".weight")} & places.keys()]

@@ -12,6 +12,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import transformers
+
 from attention import models
 from attention.auto import refuse_adapter
 from attention.calibrated import Calibrated
@@ -154,9 +157,7 @@ class Source:
         """Whether it names code of its own, for a model type that transformers knows or does not know."""
         if not self._stated.get("auto_map") or models.provides(self.model_type):
             return False
-        from transformers import CONFIG_MAPPING
-
-        return known == (self.model_type in CONFIG_MAPPING)
+        return known == (self.model_type in transformers.CONFIG_MAPPING)
 
     @property
     def quantisation(self) -> tuple[str, str] | None:
@@ -213,21 +214,19 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
-        from transformers import CONFIG_MAPPING, AutoConfig
-
         self.refuse_remote_code()
         models.make_known(self.model_type)
         if self.raw.get("auto_map") and not models.provides(self.model_type):
-            build = partial(AutoConfig.from_pretrained, str(self._config_path.parent), trust_remote_code=True)
-        elif self.model_type not in CONFIG_MAPPING:
+            build = partial(transformers.AutoConfig.from_pretrained, str(self._config_path.parent), trust_remote_code=True)
+        elif self.model_type not in transformers.CONFIG_MAPPING:
             raise Refusal(
                 f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
                 hint="is it the config of a Hugging Face checkpoint?",
             )
         else:  # by type and values, not by path: a Hub config needs no second look at the network
-            config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
-            values = {key: value for key, value in self.raw.items() if key != "model_type"}
-            build = partial(CONFIG_MAPPING[self.model_type], **values)
+            kind = transformers.CONFIG_MAPPING[self.model_type]
+            config_rules.check_keys(self.raw, kind, self._where)
+            build = partial(kind, **{key: value for key, value in self.raw.items() if key != "model_type"})
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
                 config = build()
@@ -288,12 +287,10 @@ class Source:
         Raises:
             Failure: It cannot be loaded.
         """
-        from transformers import AutoTokenizer
-
         files = self.files
         try:
             models.make_known(self.model_type)
-            return AutoTokenizer.from_pretrained(files, trust_remote_code=self.trust_remote_code)
+            return transformers.AutoTokenizer.from_pretrained(files, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
             raise Failure(said, hint="copy the tokenizer's files beside the weights") from error
@@ -355,18 +352,14 @@ class Source:
 
     def _listed(self, revision: str | None) -> list[str] | None:
         """The files of a Hub repository; None offline or after a network error: what is in the local cache is used."""
-        from huggingface_hub import HfApi
-
         try:
-            return list(HfApi().list_repo_files(str(self.repository), revision=revision))
+            return list(huggingface_hub.HfApi().list_repo_files(str(self.repository), revision=revision))
         except Exception:
             return None
 
     def _download(self, patterns: list[str], revision: str | None) -> Path:
-        from huggingface_hub import snapshot_download
-
         try:
-            path = snapshot_download(
+            path = huggingface_hub.snapshot_download(
                 str(self.repository), revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED
             )
         except Exception as error:
