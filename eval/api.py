@@ -12,6 +12,10 @@ from eval import options
 from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import load_dataset, text_of
+from eval.quality.evaluation import check, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.report import quality as report
+from eval.speed.bench import BenchSettings, run
 
 
 @checked
@@ -29,10 +33,6 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model or the text cannot be read, or figures cannot be trusted.
     """
-    from eval.quality.evaluation import check, report_of
-    from eval.quality.settings import EvaluationSettings
-    from eval.report import quality as report
-
     text, dataset, output = given["text"], given["dataset"], given["output"]
     contexts: Any = given["context"] or ()
     if (text is None) == (dataset is None):
@@ -73,9 +73,6 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
-    from eval.report import quality as report
-    from eval.speed.bench import BenchSettings, run
-
     sources, output = _sources(models, given["trust_remote_code"], "measure"), given["output"]
     if output is not None:
         report.require_room(Path(output), ("bench.json",), given["overwrite"])
