@@ -15,7 +15,8 @@ from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.quality import perplexity
 from eval.quality.perplexity import Score
-from eval.quality.protocol import PROTOCOLS, Protocol
+from eval.quality.protocol import Protocol
+from eval.quality.settings import PROTOCOLS
 
 BOS = 1
 
