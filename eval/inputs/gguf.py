@@ -53,7 +53,6 @@ _SIZES = {
 # What llama.cpp takes for keys that are not there.
 _ABSENT = {"rope.freq_base": 10000.0, "attention.sliding_window": None}
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_QUANTISED = "bfloat16"  # what quantised weights become
 _TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
 _TOKENIZER = "its tokenizer is as transformers reads it, which may split some text otherwise than the original's"
 _ORIGINAL = "convert the checkpoint that it was made from"
@@ -74,7 +73,7 @@ class GgufFile:
         keys: Its keys; True in place of lists of tokens.
         tensors: Its tensors' names.
         quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
-        dtype: What the weights become.
+        dtype: What the weights become; bfloat16 if they are quantised.
     """
 
     path: Path
@@ -119,7 +118,7 @@ class GgufFile:
             raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
-        return cls(path, keys, [tensor.name for tensor in reader.tensors], most, _PLAIN.get(most, _QUANTISED))
+        return cls(path, keys, [tensor.name for tensor in reader.tensors], most, _PLAIN.get(most, "bfloat16"))
 
     @property
     def note(self) -> str:

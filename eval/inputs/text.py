@@ -19,13 +19,11 @@ from eval.inputs.encoding import CHARACTERS, encoded
 if TYPE_CHECKING:
     import torch
 
-
 _log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
 OneText = str | Path | Sequence[str]  # a file, or strings
 TextGiven = OneText | Sequence[str | Path]  # with a path among them: several texts
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
-
 
 _LARGE = 2**24  # characters; of a longer text, calibration sees excerpts
 _MOST, _MOST_PIPED = 2**32, 2**24  # bytes of a file, and of a pipe
