@@ -22,7 +22,6 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxlist, _REPR.maxdict, _REPR.maxlevel = 4, 3, 2
 
-
 # Sizes, by which kvfold computes; also one for each layer. Configs that switch latent attention off have dims of 0.
 _SIZES: dict[str, range] = {
     "num_hidden_layers": range(1, MAX_LAYERS + 1),  # but not for each layer
@@ -136,7 +135,7 @@ def check_config(config: Any, where: str) -> None:
     if isinstance(heads, int) and isinstance(width, int) and heads > width and not values.get("head_dim"):
         _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
     stock = type(text).__module__.startswith("transformers.")
-    strays = {name: value for name, value in vars(text).items() if stock and name not in {*declared, *varying}}
+    strays = {name: value for name, value in vars(text).items() if stock and name not in declared and name not in varying}
     if not models.provides(config.model_type):  # a class inside it need not know of a latent
         if rank := strays.get("kv_lora_rank"):
             _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
