@@ -207,7 +207,6 @@ def plan_heal(
         raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
     family = convertible(converted)
     source = teacher or converted.beside(_named_teacher(converted))
-    source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
         raise Refusal(
             f"the vocabularies of {converted.reference} ({converted.vocabulary} tokens) and its teacher {source.reference} "

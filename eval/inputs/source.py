@@ -187,14 +187,6 @@ class Source:
                 hint=f"if they were merged or dequantised, take {key} out",
             )
 
-    def refuse_remote_code(self) -> None:
-        """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
-        if self.needs_code and not self.trust_remote_code:
-            raise Refusal(
-                f"{self.reference} wants to run code of its own (auto_map in config.json)",
-                hint="read that code, then give --trust-remote-code",
-            )
-
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
@@ -214,7 +206,11 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
-        self.refuse_remote_code()
+        if self.needs_code and not self.trust_remote_code:
+            raise Refusal(
+                f"{self.reference} wants to run code of its own (auto_map in config.json)",
+                hint="read that code, then give --trust-remote-code",
+            )
         models.make_known(self.model_type)
         if self.raw.get("auto_map") and not models.provides(self.model_type):
             build = partial(transformers.AutoConfig.from_pretrained, str(self._config_path.parent), trust_remote_code=True)

@@ -98,14 +98,14 @@ def report_of(
 
 def _rows(sources: Sequence[Source], forms: Sequence[str]) -> list[Row]:
     """Each model as it is, then each once for each format of the cache that its dtype is not."""
-    rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
+    rows = [Row(source, None) for source in sources]
     rows += [
-        (replace(source, label=f"{source.name} ({form} cache)"), form)
+        Row(replace(source, label=f"{source.name} ({form} cache)"), form)
         for source in sources
         for form in forms
         if form != source.dtype and is_cached_in(source, form)
     ]
-    return [Row(source, form) for source, form in rows]
+    return rows
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
