@@ -144,6 +144,4 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
                 raise Refusal(f"{source.name}: {refusal}", hint=refusal.hint) from None
     if settings.dtype != "auto":
         dtype_bytes(settings.dtype)
-    if settings.max_tokens is not None and settings.max_tokens < 2:
-        raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
     return [Protocol.named(settings.protocol, context) for context in require_contexts(sources, settings.contexts)]
