@@ -23,7 +23,7 @@ def keep_caps(model: Any) -> Any:
     return model
 
 
-def logits_of(model: Any, tokens: int | torch.Tensor) -> dict[str, Any]:
+def logits_kept(model: Any, tokens: int | torch.Tensor) -> dict[str, Any]:
     """The argument by which a model makes logits of its last tokens, or of those at some indices, alone.
 
     The logits of a long text can be larger than the model. Some classes make those of all tokens.

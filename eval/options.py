@@ -9,7 +9,7 @@ from typing import Annotated, TypedDict
 from attention.formats import FORMATS, KIVI
 from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText
-from eval.quality.protocol import PROTOCOLS
+from eval.quality.settings import PROTOCOLS
 from eval.terminal.progress import Progress, silent
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -22,7 +22,7 @@ from convert.planning.sizes import LatentSize
 from convert.planning.texts import texts_of
 from eval.arguments import checked
 from eval.inputs.source import Source
-from eval.machine.device import require_device
+from eval.machine.device import compute_device
 
 _HALF = 0.5  # of the source's cache: a latent of which no size is given
 
@@ -111,7 +111,7 @@ def _grouped(
 
 def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> Request:
     """What the user asks of a conversion besides its target."""
-    require_device(given["device"])
+    compute_device(given["device"])
     source = Source.parse(str(model), given["trust_remote_code"])
     if given["dtype"] is not None:
         dtype_bytes(given["dtype"])

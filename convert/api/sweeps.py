@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from convert import sweeping
 from convert.api.conversions import request_of
@@ -14,7 +14,6 @@ from convert.execute.describe import PlannedConversion
 from convert.planning.sizes import LatentSize
 from convert.planning.sweep import REPORT, plans_for
 from convert.sweeping import PlannedSweep, Sweep
-from eval.api import contexts_of, names_of
 from eval.arguments import checked
 from eval.inputs.text import text_of
 from eval.quality.settings import EvaluationSettings
@@ -38,12 +37,12 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         Failure: Weights, text or machine.
     """
     request = replace(request_of(model, output, given), accepts_a_copy=True, checks=False)
-    latents = None if given["mla"] is None else list(dict.fromkeys(LatentSize(*size) for size in given["mla"]))
-    groups = None if given["groups"] is None else list(dict.fromkeys(given["groups"]))
-    plans = plans_for(request, groups, latents, given["methods"])
-    formats = names_of(given["cache_dtype"])
+    latents = None if given["mla"] is None else [LatentSize(*size) for size in given["mla"]]
+    plans = plans_for(request, given["groups"], latents, given["methods"])
+    formats = tuple(given["cache_dtype"])
+    contexts: Any = given["context"] or ()
     settings = EvaluationSettings(
-        given["protocol"], contexts_of(given["context"]), given["max_tokens"], "auto", given["device"], cache_dtypes=formats
+        given["protocol"], tuple(map(int, contexts)), given["max_tokens"], "auto", given["device"], cache_dtypes=formats
     )
     for form, planned in itertools.product(formats, plans):
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take

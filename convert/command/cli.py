@@ -204,7 +204,7 @@ def bench(models: tuple[str, ...], **given: Any) -> Printed:
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
     from eval import bench
-    from eval.speed.table import to_markdown
+    from eval.speed.bench import to_markdown
 
     found = bench(models, progress=_progress(), **given)
     return Printed(found, to_markdown(found), given["output"] and given["output"] / "bench.json")

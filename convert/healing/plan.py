@@ -24,7 +24,7 @@ from convert.planning.texts import Texts, as_options
 from eval.inputs.reader import Reader
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
-from eval.machine.device import compute_device, require_device
+from eval.machine.device import compute_device
 from eval.quality.origin import stated_cache
 
 _TOKENS = 20_000_000  # to train on
@@ -225,7 +225,7 @@ def plan_heal(
     Raises:
         Refusal: Configs or arguments do not allow it.
     """
-    require_device(device)
+    compute_device(device)
     if options.track is not None:
         _require_tracker(options.track)
     if options.train not in PARTS:
@@ -237,7 +237,6 @@ def plan_heal(
         raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
     family = trainable(converted)
     source = teacher or converted.beside(_named_teacher(converted))
-    source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
         raise Refusal(
             f"the vocabularies of {converted.reference} ({converted.vocabulary} tokens) and its teacher {source.reference} "

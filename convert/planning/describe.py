@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
@@ -190,7 +189,7 @@ def capacity(
             )
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
         parameters = whole - own + _parameters(shapes, spec)
-        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
+        row = fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype)
         rows.append(row | {"parameters": parameters, "engines": engines})
     facts = {
         "model": source.reference,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention import calibrated, models
@@ -21,7 +21,6 @@ MAX_LAYERS = 2048
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxlist, _REPR.maxdict, _REPR.maxlevel = 4, 3, 2
-
 
 # Sizes, by which kvfold computes; also one for each layer. Configs that switch latent attention off have dims of 0.
 _SIZES: dict[str, range] = {
@@ -71,10 +70,15 @@ def check_raw(raw: Mapping[str, Any], where: str) -> None:
     Raises:
         Refusal: A value breaks a rule (the message has key, value and rule), or values are nested too deeply.
     """
-    for path, values in _objects(raw, where):
-        for key, most in _MOST.items():
-            if isinstance(value := values.get(key), int | float) and not value <= most:
-                _refuse(where, path + key, value, f"at most {most:,}")
+    waiting: list[tuple[int, str, Any]] = [(1, "", raw)]
+    for depth, path, values in waiting:  # not recursive, since JSON may nest deeper than Python's stack
+        if depth > _MAX_DEPTH:
+            raise Refusal(f"{where} nests values more than {_MAX_DEPTH} deep", hint="is it the config of a model?")
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            if key in _MOST and isinstance(value, int | float) and not value <= _MOST[key]:
+                _refuse(where, path + key, value, f"at most {_MOST[key]:,}")
+            if isinstance(value, dict | list):
+                waiting.append((depth + 1, f"{path}{key}.", value))
     for path, values in (("", raw), ("text_config.", raw.get("text_config"))):
         if isinstance(values, dict):
             _check_sizes(values, where, path)
@@ -131,7 +135,7 @@ def check_config(config: Any, where: str) -> None:
     if isinstance(heads, int) and isinstance(width, int) and heads > width and not values.get("head_dim"):
         _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
     stock = type(text).__module__.startswith("transformers.")
-    strays = {name: value for name, value in vars(text).items() if stock and name not in {*declared, *varying}}
+    strays = {name: value for name, value in vars(text).items() if stock and name not in declared and name not in varying}
     if not models.provides(config.model_type):  # a class inside it need not know of a latent
         if rank := strays.get("kv_lora_rank"):
             _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
@@ -156,18 +160,6 @@ def _check_sizes(values: Mapping[str, Any], where: str, path: str = "") -> None:
         each = value if isinstance(value, list) and key != "num_hidden_layers" else [value]
         if not all(size is None or (type(size) is int and size in sizes) for size in each):
             _refuse(where, path + key, value, f"an integer from {sizes[0]:,} to {sizes[-1]:,}")
-
-
-def _objects(raw: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every object of a config with the path to its keys. Not recursive, since JSON may nest deeper than Python's stack."""
-    waiting: list[tuple[int, str, Any]] = [(1, "", raw)]
-    for depth, path, value in waiting:
-        if depth > _MAX_DEPTH:
-            raise Refusal(f"{where} nests values more than {_MAX_DEPTH} deep", hint="is it the config of a model?")
-        if isinstance(value, dict):
-            yield path, value
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        waiting += [(depth + 1, f"{path}{key}.", v) for key, v in inner if isinstance(v, dict | list)]
 
 
 def _refuse(where: str, key: str, value: Any, rule: str) -> None:

@@ -24,25 +24,30 @@ def encoded(text: str, tokenizer: Any, first: int | None = None) -> tuple[torch.
 
     Args:
         text: The text.
-        tokenizer: A tokenizer of transformers. One that does not say where its tokens begin gets as much as is needed at once.
+        tokenizer: A tokenizer of transformers. One that does not say where its tokens begin gets all at once; for some tokens,
+            twice as much as before until it is enough.
         first: How many tokens are wanted, from the start; more may come. None for all.
     """
     import torch
 
-    needed = None if first is None else first + _UNSURE
-    start, end = 0, PIECE if needed is None else min(PIECE, CHARACTERS * needed)
-    if not getattr(tokenizer, "is_fast", False):
-        return _at_once(text, tokenizer, needed, end)
+    fast, needed = getattr(tokenizer, "is_fast", False), None if first is None else first + _UNSURE
+    start, end = 0, PIECE if fast else len(text)
+    if needed is not None:
+        end = min(PIECE, CHARACTERS * needed)
     done, count, skipped = list[torch.Tensor](), 0, 0  # `skipped` tokens of this piece are done already
-    ids, places = _encoded(text[start:end], tokenizer)
+    ids, places = _encoded(text[start:end], tokenizer, fast)
     while end < len(text) and (needed is None or count + len(ids) - skipped < needed):
+        if not fast:
+            end *= 2
+            ids, places = _encoded(text[:end], tokenizer, fast)
+            continue
         next_start, next_end = max(start, end - _OVERLAP), end + PIECE
-        after, after_places = _encoded(text[next_start:next_end], tokenizer)
+        after, after_places = _encoded(text[next_start:next_end], tokenizer, fast)
         sure = end - next_start - round((1 - _SURE) * _OVERLAP)
         here = [start + place - next_start for place in places[skipped:]]
         joint = _joint(ids[skipped:], here, after, after_places, sure)
         if joint is None:  # begin this piece again, with both in it
-            ids, places = _encoded(text[start:next_end], tokenizer)
+            ids, places = _encoded(text[start:next_end], tokenizer, fast)
         else:
             before, behind = joint
             done.append(torch.tensor(ids[skipped : skipped + before]))
@@ -51,22 +56,11 @@ def encoded(text: str, tokenizer: Any, first: int | None = None) -> tuple[torch.
     return torch.cat([*done, torch.tensor(ids[skipped:], dtype=torch.int64)]), len(text[:end].encode())
 
 
-def _at_once(text: str, tokenizer: Any, needed: int | None, length: int) -> tuple[torch.Tensor, int]:
-    """The same, encoded as a whole; for some tokens, twice as much as before until it is enough."""
-    import torch
-
-    while True:
-        part = text if needed is None else text[:length]
-        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(part) == len(text) or (needed is not None and len(ids) >= needed):
-            return torch.tensor(ids, dtype=torch.int64), len(part.encode())
-        length *= 2
-
-
-def _encoded(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids, and where each begins in the text."""
-    found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-    return found["input_ids"], [start for start, _ in found["offset_mapping"]]
+def _encoded(text: str, tokenizer: Any, fast: bool) -> tuple[list[int], list[int]]:
+    """The ids, and where each begins in the text if the tokenizer says so."""
+    offsets = {"return_offsets_mapping": True} if fast else {}
+    found = tokenizer(text, add_special_tokens=False, verbose=False, **offsets)
+    return found["input_ids"], [start for start, _ in found.get("offset_mapping", ())]
 
 
 def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: list[int], sure: int) -> tuple[int, int] | None:

@@ -21,6 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors import SafetensorError
+
 from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
 
@@ -49,7 +53,6 @@ _SIZES = {
 # What llama.cpp takes for keys that are not there.
 _ABSENT = {"rope.freq_base": 10000.0, "attention.sliding_window": None}
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_QUANTISED = "bfloat16"  # what quantised weights become
 _TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
 _TOKENIZER = "its tokenizer is as transformers reads it, which may split some text otherwise than the original's"
 _ORIGINAL = "convert the checkpoint that it was made from"
@@ -68,14 +71,14 @@ class GgufFile:
     Attributes:
         path: The file.
         keys: Its keys; True in place of lists of tokens.
-        tensors: Its tensors' names, and their sizes as the file has them: columns first.
+        tensors: Its tensors' names.
         quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
-        dtype: What the weights become.
+        dtype: What the weights become; bfloat16 if they are quantised.
     """
 
     path: Path
     keys: Mapping[str, Any]
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Sequence[str]
     quantisation: str
     dtype: str
 
@@ -115,8 +118,7 @@ class GgufFile:
             raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
-        tensors = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
-        return cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
+        return cls(path, keys, [tensor.name for tensor in reader.tensors], most, _PLAIN.get(most, "bfloat16"))
 
     @property
     def note(self) -> str:
@@ -130,12 +132,10 @@ class GgufFile:
         Raises:
             Refusal: transformers does not read the architecture, or ignores something in the file.
         """
-        import torch
-        from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
         with self._read_by_transformers() as where:
-            config = AutoConfig.from_pretrained(**where)
+            config = transformers.AutoConfig.from_pretrained(**where)
         if config.model_type not in CLASSES or getattr(config, "num_attention_heads", None) is None:
             raise Refusal(f"{self.path} is a {config.model_type}, not a decoder with attention", hint="choose another model")
         config.architectures, config.dtype = [CLASSES[config.model_type]], getattr(torch, self.dtype)
@@ -154,20 +154,16 @@ class GgufFile:
             Refusal: transformers does not read all of it.
             Failure: The disk is full.
         """
-        import torch
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
         _ = self.raw  # refuses what transformers ignores, before weights are read
         quiet = contextlib.redirect_stderr(io.StringIO())  # transformers draws bars that no setting hides
         with self._read_by_transformers() as where, quiet:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=getattr(torch, self.dtype),
-                quantization_config=GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         self._refuse([f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names])
         model.config.architectures = [type(model).__name__]
         directory = Path(tempfile.mkdtemp(prefix="kvfold-gguf-"))
@@ -208,8 +204,10 @@ class GgufFile:
         own = {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
         absent = {name: value for name, value in _ABSENT.items() if _MEANS[name][0] in computed}
         for name, said in (absent | own).items():
-            read = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
-            if name in _SIZES or (name == "rope.scaling.type" and said == "none") or _same(said, read):
+            read: Any = next((computed[attribute] for attribute in _MEANS.get(name, ()) if attribute in computed), None)
+            numbers = isinstance(said, float) and isinstance(read, int | float)
+            same = math.isclose(said, read, rel_tol=1e-6) if numbers else said == read  # a header's floats have 32 bits
+            if same or name in _SIZES or (name == "rope.scaling.type" and said == "none"):
                 continue
             stated = f"is {said}" if name in own else f"is not there, which means {said}"
             yield f"its key {architecture}.{name} {stated}" + (f", and {read} was read" if name in _MEANS else "")
@@ -219,16 +217,13 @@ class GgufFile:
 
     def _without_place(self, config: Any) -> list[str]:
         """The tensors that transformers would leave out."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
         try:
             from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
         except ImportError:  # internals of another version, which reports them on loading
             return []
         with self._read_by_transformers():
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                model = transformers.AutoModelForCausalLM.from_config(config)
             processor = TENSOR_PROCESSORS.get(self.keys["general.architecture"], TensorProcessor)({})
             places = get_gguf_hf_weights_map(model, processor)
         return [name for name in self.tensors if not {name, name.removesuffix(".weight")} & places.keys()]
@@ -250,13 +245,6 @@ def _computed(config: Any) -> dict[str, Any]:
         dims = int(head_dim * (rope.get("partial_rotary_factor") or 1))
         values |= {"rope_theta": rope["rope_theta"], "rotary_dims": dims}
     return values
-
-
-def _same(said: Any, read: Any) -> bool:
-    """Whether a number of a header, in 32 bits, is that of a config."""
-    if isinstance(said, float) and isinstance(read, int | float):
-        return math.isclose(said, read, rel_tol=1e-6)
-    return bool(said == read)
 
 
 def _require_sound(path: Path) -> None:

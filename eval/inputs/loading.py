@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from attention.auto import auto_class, has_class
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from attention.versions import keep_caps
@@ -32,8 +34,6 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
         Refusal: As `Source.refuse_stale_quantisation`.
         Failure: As `Reader`; or it cannot be loaded, completely and as it is.
     """
-    import torch
-
     source.refuse_stale_quantisation()
     if (size := sum(file.stat().st_size for file in source.files.iterdir() if file.is_file())) > _MOMENT:
         _log.info("load %s: %.1f GB", source.name, size / 1e9)
@@ -95,8 +95,6 @@ def _require_forwards(source: Source, model: Any) -> None:
     Raises:
         Failure: It wants more than text, or a later token changes the logits of an earlier one.
     """
-    import torch
-
     ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]], device=model.device)
     try:
         with torch.inference_mode():
@@ -130,8 +128,6 @@ def _require_floats(source: Source, model: Any, reader: Reader) -> None:
 
 def compute_dtype(source: Source, dtype: str, device: str) -> str:
     """The dtype of the forward passes of a model."""
-    import torch
-
     if dtype != "auto":
         return dtype
     return "float32" if device == "cpu" or not torch.cuda.is_available() else source.dtype

@@ -25,7 +25,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
@@ -51,7 +50,7 @@ class TensorInfo:
 
         Weights stored as integers or 8-bit floats are quantised, and mean nothing without their scales.
         """
-        return self.dtype in _CASTABLE
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
     def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
         """The tensor under `--dtype`: floats are cast, everything else stays."""
@@ -158,7 +157,12 @@ class _Pickle:
         self.aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         for name, stored in loaded.items():
-            _require_plain(path.name, name, stored)
+            layout = stored.layout if stored.layout is not torch.strided else None
+            # Sparse or quantised, …: safetensors cannot hold it.
+            if stored.is_quantized or layout or stored.device.type != "cpu" or stored.dtype not in DTYPES.values():
+                what = layout or (stored.device.type if stored.device.type != "cpu" else stored.dtype)
+                kind = str(what).removeprefix("torch.")
+                raise Failure(f"{path.name}: tensor {name} is of kind {kind}, which kvfold cannot copy", hint=_FLOATS_ONLY)
             self.tensors[name] = tensor = stored.detach().resolve_neg()
             first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
             if first != name and tensor.numel():  # all empty tensors have the same address
@@ -175,15 +179,6 @@ def _reason(error: Exception) -> str:
     if found or "weights_only" in said:
         return found[0] if found else "torch refuses it"
     return f"{type(error).__name__}: {said[:160]}"
-
-
-def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
-    layout = tensor.layout if tensor.layout is not torch.strided else None
-    if tensor.is_quantized or layout or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
-        what = layout or (tensor.device.type if tensor.device.type != "cpu" else tensor.dtype)
-        kind = str(what).removeprefix("torch.")
-        raise Failure(f"{file}: tensor {name} is of kind {kind}, which kvfold cannot copy", hint=_FLOATS_ONLY)
 
 
 def open_safetensors(path: Path) -> Any:

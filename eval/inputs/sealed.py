@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 Content = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
@@ -47,8 +49,6 @@ def _hash(noted: Mapping[str, Any]) -> str:
 
 def seal_tensors(path: Path, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
     """Write tensors and a JSON note as one safetensors file, with a checksum of both in its header."""
-    from safetensors.torch import save
-
     tensors, text = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, json.dumps(dict(note))
     # `save_file` would hide a full disk behind its own error.
     # One metadata entry, because safetensors writes several in no fixed order.
@@ -63,8 +63,6 @@ def unsealed_tensors(path: Path, known: bool = False) -> Content | None:
         path: The file.
         known: Whether this run has written or checked it already, so that its checksum need not be computed.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         return None
     try:

@@ -8,9 +8,12 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub
+import transformers
 
 from attention import models
 from attention.auto import refuse_adapter
@@ -154,9 +157,7 @@ class Source:
         """Whether it names code of its own, for a model type that transformers knows or does not know."""
         if not self._stated.get("auto_map") or models.provides(self.model_type):
             return False
-        from transformers import CONFIG_MAPPING
-
-        return known == (self.model_type in CONFIG_MAPPING)
+        return known == (self.model_type in transformers.CONFIG_MAPPING)
 
     @property
     def quantisation(self) -> tuple[str, str] | None:
@@ -186,14 +187,6 @@ class Source:
                 hint=f"if they were merged or dequantised, take {key} out",
             )
 
-    def refuse_remote_code(self) -> None:
-        """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
-        if self.needs_code and not self.trust_remote_code:
-            raise Refusal(
-                f"{self.reference} wants to run code of its own (auto_map in config.json)",
-                hint="read that code, then give --trust-remote-code",
-            )
-
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it, for plans and cards."""
@@ -213,25 +206,26 @@ class Source:
             Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
                 `eval.inputs.config_rules`.
         """
-        from transformers import CONFIG_MAPPING, AutoConfig
-
-        self.refuse_remote_code()
+        if self.needs_code and not self.trust_remote_code:
+            raise Refusal(
+                f"{self.reference} wants to run code of its own (auto_map in config.json)",
+                hint="read that code, then give --trust-remote-code",
+            )
         models.make_known(self.model_type)
-        own = self.raw.get("auto_map") and not models.provides(self.model_type)
-        if not own and self.model_type not in CONFIG_MAPPING:
+        if self.raw.get("auto_map") and not models.provides(self.model_type):
+            build = partial(transformers.AutoConfig.from_pretrained, str(self._config_path.parent), trust_remote_code=True)
+        elif self.model_type not in transformers.CONFIG_MAPPING:
             raise Refusal(
                 f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
                 hint="is it the config of a Hugging Face checkpoint?",
             )
-        if not own:
-            config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
-        values = {key: value for key, value in self.raw.items() if key != "model_type"}
+        else:  # by type and values, not by path: a Hub config needs no second look at the network
+            kind = transformers.CONFIG_MAPPING[self.model_type]
+            config_rules.check_keys(self.raw, kind, self._where)
+            build = partial(kind, **{key: value for key, value in self.raw.items() if key != "model_type"})
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if own:
-                    config = AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
-                else:  # by type and values, not by path: a Hub config needs no second look at the network
-                    config = CONFIG_MAPPING[self.model_type](**values)
+                config = build()
         except KeyError as error:
             said = "".join(map(str, error.args))  # without the quotes that str() puts around it
             raise Refusal(f"config.json of {self.reference} lacks {said}", hint="complete it") from None
@@ -289,13 +283,10 @@ class Source:
         Raises:
             Failure: It cannot be loaded.
         """
-        from transformers import AutoTokenizer
-
+        files = self.files
         try:
             models.make_known(self.model_type)
-            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
-        except Failure:
-            raise
+            return transformers.AutoTokenizer.from_pretrained(files, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
             raise Failure(said, hint="copy the tokenizer's files beside the weights") from error
@@ -324,14 +315,13 @@ class Source:
             Refusal: As of `refuse_adapter`, or as `GgufFile.directory`.
             Failure: The Hub cannot be reached, or has no such repository, revision or weights; or as `GgufFile.directory`.
         """
-        from huggingface_hub.utils import filter_repo_objects
-
         if self.gguf:
             return self.gguf.directory
         found = self.directory
         if found is None:
             listed = self._listed(self.commit)
-            whole = listed is None or any(filter_repo_objects(listed, allow_patterns=_WANTED[0], ignore_patterns=_UNWANTED))
+            unwanted = {name for name in listed or () if any(fnmatch(name, pattern) for pattern in _UNWANTED)}
+            whole = listed is None or any(fnmatch(name, _WANTED[0]) for name in {*listed} - unwanted)
             found = self._download(_WANTED if whole else _WANTED + _PICKLES, self.commit)
         refuse_adapter(found, self.reference)  # of a Hub repository, which the config's directory may lack
         return found
@@ -358,18 +348,14 @@ class Source:
 
     def _listed(self, revision: str | None) -> list[str] | None:
         """The files of a Hub repository; None offline or after a network error: what is in the local cache is used."""
-        from huggingface_hub import HfApi
-
         try:
-            return list(HfApi().list_repo_files(str(self.repository), revision=revision))
+            return list(huggingface_hub.HfApi().list_repo_files(str(self.repository), revision=revision))
         except Exception:
             return None
 
     def _download(self, patterns: list[str], revision: str | None) -> Path:
-        from huggingface_hub import snapshot_download
-
         try:
-            path = snapshot_download(
+            path = huggingface_hub.snapshot_download(
                 str(self.repository), revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED
             )
         except Exception as error:

@@ -19,13 +19,11 @@ from eval.inputs.encoding import CHARACTERS, encoded
 if TYPE_CHECKING:
     import torch
 
-
 _log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
 OneText = str | Path | Sequence[str]  # a file, or strings
 TextGiven = OneText | Sequence[str | Path]  # with a path among them: several texts
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
-
 
 _LARGE = 2**24  # characters; of a longer text, calibration sees excerpts
 _MOST, _MOST_PIPED = 2**32, 2**24  # bytes of a file, and of a pipe
@@ -158,21 +156,18 @@ def read_file(path: Path) -> Text:
     if size > _MOST or (not regular and len(data) == size):
         most, hint = (_MOST, "split it") if regular else (_MOST_PIPED, "write what is wanted of it into a file: head -c 16M")
         raise Failure(f"{path} has more than {most:,} bytes", hint=hint)
+    reason, place = "a NUL", data.find(b"\0")  # UTF-16 and binary files may pass as UTF-8
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, error.reason, error.start) from None
-    if (place := text.find("\0")) >= 0:  # UTF-16 and binary files may pass as UTF-8
-        raise _not_utf8(path, "a NUL", len(text[:place].encode()))
+        reason, place = error.reason, error.start
+    if place >= 0:
+        raise Failure(f"{path} is not UTF-8 text: {reason} at byte {place}", hint="convert it: iconv -f ENCODING -t UTF-8")
     if text.startswith(_MARK):
         _log.warning("%s begins with a byte order mark, which is left out", path.name)
     if "\r\n" in text[:_LARGE]:
         _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
     return Text(path.name, text.removeprefix(_MARK))
-
-
-def _not_utf8(path: Path, reason: str, offset: int) -> Failure:
-    return Failure(f"{path} is not UTF-8 text: {reason} at byte {offset}", hint="convert it: iconv -f ENCODING -t UTF-8")
 
 
 def text_of(given: OneText) -> Text:

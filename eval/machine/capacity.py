@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,27 +17,6 @@ from attention.spec import AttentionSpec, dtype_bytes
 GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9
 _LONGEST = 2**40  # tokens: a cache of which windows bound every layer fits at any length
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The memory of one attention kind of one model, and the GPUs that it fits on.
-
-    Attributes:
-        kind: "MHA", "GQA-8", …
-        kv_bytes_per_token: Bytes of KV cache per token and sequence, all layers, at the given context.
-        kv_bytes: Bytes of KV cache at the given batch and context.
-        weight_bytes: Bytes of all parameters.
-        longest_context: Per GPU, the most tokens per sequence that fit beside the weights at this batch; 0 if those do not fit.
-        fits: Per GPU, whether the given context fits.
-    """
-
-    kind: str
-    kv_bytes_per_token: float
-    kv_bytes: int
-    weight_bytes: int
-    longest_context: dict[str, int]
-    fits: dict[str, bool]
 
 
 def without_weights(config: Any) -> Any:
@@ -78,8 +56,8 @@ def fit(
     gpus: Mapping[str, float],
     share: float,
     cache_dtype: str | None = None,
-) -> Fit:
-    """Compute the memory of one attention kind.
+) -> dict[str, Any]:
+    """The memory of one attention kind of one model, and the GPUs that it fits on.
 
     Args:
         spec: Its sizes.
@@ -90,16 +68,21 @@ def fit(
         gpus: Gigabytes by name.
         share: The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA context.
         cache_dtype: The format of the cache, see `attention.formats`; None for `dtype`.
+
+    Returns:
+        "kind": "MHA", "GQA-8", …; bytes of KV cache, of all layers, at this context: "kv_bytes_per_token" of each sequence, and
+        "kv_bytes"; "weight_bytes" of all parameters; and per GPU "longest_context", the most tokens per sequence that fit
+        beside the weights at this batch, 0 if those do not fit, and whether this context "fits".
     """
     form, weights = cache_dtype or dtype, parameters * dtype_bytes(dtype)
     room = {name: (share * size * GIGABYTE - weights) / batch for name, size in gpus.items()}
     of_tokens = partial(spec.cache_bytes, form)
     longest = {name: max(0, bisect_right(range(_LONGEST), free, key=of_tokens) - 1) for name, free in room.items()}
-    return Fit(
-        kind=spec.kind,
-        kv_bytes_per_token=spec.bytes_per_token(form, context),
-        kv_bytes=spec.cache_bytes(form, context) * batch,
-        weight_bytes=weights,
-        longest_context=longest,
-        fits={name: tokens >= context for name, tokens in longest.items()},
-    )
+    return {
+        "kind": spec.kind,
+        "kv_bytes_per_token": spec.bytes_per_token(form, context),
+        "kv_bytes": spec.cache_bytes(form, context) * batch,
+        "weight_bytes": weights,
+        "longest_context": longest,
+        "fits": {name: tokens >= context for name, tokens in longest.items()},
+    }

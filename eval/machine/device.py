@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from attention.errors import Failure, Refusal
@@ -19,30 +20,24 @@ from attention.errors import Failure, Refusal
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def require_device(name: str) -> None:
-    """Check a `--device` argument: "auto", "cpu", "cuda", "cuda:1", ….
+def compute_device(name: str) -> Any:
+    """The `torch.device` of a `--device` argument: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ….
 
     Raises:
         Refusal: It is not a device name.
         Failure: This machine has no such device.
     """
     if name == "auto":
-        return
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        kind, index = torch.device(name).type, torch.device(name).index
+        device = torch.device(name)
     except RuntimeError:
         raise Refusal(f"no device {name!r} (choose auto, cpu, cuda or cuda:N)") from None
-    if kind not in ("cpu", "cuda") or (kind == "cpu" and index is not None):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise Refusal(f"device {name!r} is not supported (choose auto, cpu, cuda or cuda:N)")
-    if kind == "cuda" and (index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
-
-
-def compute_device(name: str) -> Any:
-    """The `torch.device` of a checked `--device` argument; "auto" is a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return device
 
 
 def rough(device: Any) -> Any:
@@ -59,17 +54,14 @@ def free_memory(device: Any) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return whole_memory(device)  # not Linux
+    return int(psutil.virtual_memory().available)
 
 
 def whole_memory(device: Any) -> int:
     """Bytes of a GPU's memory, or of this machine's, whatever uses them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 @contextlib.contextmanager

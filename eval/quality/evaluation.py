@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -14,11 +14,11 @@ from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
-from eval.machine.device import require_device
+from eval.machine.device import compute_device
 from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
-from eval.quality.perplexity import Score, batches, protocol_entry
+from eval.quality.perplexity import batches
 from eval.quality.probes import Probes, figures
 from eval.quality.protocol import Protocol
 from eval.quality.settings import EvaluationSettings
@@ -63,7 +63,7 @@ def report_of(
     def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
-    rows = _rows(sources, settings.cache_dtypes, len(protocols))
+    rows = _rows(sources, settings.cache_dtypes)
     for row, said in zip(rows, known + [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(known) :]], strict=True):
         # What files can make fail comes before the long part.
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
@@ -75,7 +75,14 @@ def report_of(
     quality = [[row.scores[i].as_figures(tokens, rows[0].scores[i]) for row in rows] for i in range(len(protocols))]
     return {
         "kvfold": version("kvfold"),
-        "protocol": protocol_entry(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
+        "protocol": {  # all that a figure depends on besides the model
+            **asdict(protocols[0]),
+            "dtype": compute_dtype(sources[0], settings.dtype, settings.device),
+            "text": tokens.name,
+            "text_hash": tokens.hash,
+            "tokens": len(tokens.ids),
+            "bytes_in_text": tokens.text_bytes,
+        },
         "models": [row.entry | {"remarks": row.remarks} | one for row, one in zip(rows, quality[0], strict=True)],
         "other_contexts": [
             {
@@ -89,16 +96,16 @@ def report_of(
     }
 
 
-def _rows(sources: Sequence[Source], forms: Sequence[str], contexts: int) -> list[Row]:
+def _rows(sources: Sequence[Source], forms: Sequence[str]) -> list[Row]:
     """Each model as it is, then each once for each format of the cache that its dtype is not."""
-    rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
+    rows = [Row(source, None) for source in sources]
     rows += [
-        (replace(source, label=f"{source.name} ({form} cache)"), form)
+        Row(replace(source, label=f"{source.name} ({form} cache)"), form)
         for source in sources
         for form in forms
         if form != source.dtype and is_cached_in(source, form)
     ]
-    return [Row(source, form, [Score() for _ in range(contexts)]) for source, form in rows]
+    return rows
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
@@ -112,7 +119,7 @@ def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings)
 
 def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
     """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
-    require_device(settings.device)
+    compute_device(settings.device)
     for source in sources:
         require_causal(source)
     if len({source.vocabulary for source in sources}) > 1:
@@ -137,6 +144,4 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
                 raise Refusal(f"{source.name}: {refusal}", hint=refusal.hint) from None
     if settings.dtype != "auto":
         dtype_bytes(settings.dtype)
-    if settings.max_tokens is not None and settings.max_tokens < 2:
-        raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
     return [Protocol.named(settings.protocol, context) for context in require_contexts(sources, settings.contexts)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,15 @@ _BYTES = 4  # of a weight: models run in fp32 on some devices
 Opening = Callable[[Source, str, str], AbstractContextManager[Any]]
 
 
-@dataclass
-class _Model:
-    """A loaded model, what frees it, and how many blocks use it."""
-
-    model: Any
-    close: Callable[[], None]
-    users: int = 0
-
-
-class Opened:
+class Opened(AbstractContextManager["Opened"]):
     """Loads models as `eval.inputs.loading.load` does, and frees them when the block of this object ends.
 
     One that no block uses is freed before that, where memory does not suffice for the next one.
     """
 
     def __init__(self) -> None:
-        self._models: dict[tuple[Path, str, str], _Model] = {}
-
-    def __enter__(self) -> Opened:
-        return self
+        self._models: dict[tuple[Path, str, str], tuple[Any, contextlib.ExitStack]] = {}  # each with what frees it
+        self._users = Counter[tuple[Path, str, str]]()
 
     def __exit__(self, *_: object) -> None:
         self.free()
@@ -52,13 +41,12 @@ class Opened:
             if _BYTES * count_parameters(source.config) > free_memory(where):
                 self.free()
             stack = contextlib.ExitStack()
-            self._models[key] = _Model(stack.enter_context(load(source, dtype, device)), stack.close)
-        found = self._models[key]
-        found.users += 1
+            self._models[key] = stack.enter_context(load(source, dtype, device)), stack
+        self._users[key] += 1
         try:
-            yield found.model
+            yield self._models[key][0]
         finally:
-            found.users -= 1
+            self._users[key] -= 1
 
     def holds(self, source: Source) -> bool:
         """Whether a model of a checkpoint is loaded."""
@@ -66,10 +54,12 @@ class Opened:
 
     def forget(self, source: Source) -> None:
         """Free the models of a checkpoint whose weights have changed."""
-        for key in [key for key in self._models if key[0] == source.files]:
-            self._models.pop(key).close()
+        self._free(key for key in self._models if key[0] == source.files)
 
     def free(self) -> None:
         """Free the models that no block uses."""
-        for key in [key for key, one in self._models.items() if not one.users]:
-            self._models.pop(key).close()
+        self._free(key for key in self._models if not self._users[key])
+
+    def _free(self, keys: Iterable[tuple[Path, str, str]]) -> None:
+        for key in list(keys):
+            self._models.pop(key)[1].close()

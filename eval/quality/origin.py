@@ -44,14 +44,11 @@ def _made(source: Source) -> dict[str, Any]:
     if "kvfold" not in made:
         return {}  # another tool's file of that name says nothing
     calibration = made.get("calibration") or {}
-    counts = (
-        [calibration.get(key) for key in ("tokens", "context", "max_context")] if isinstance(calibration, dict) else ["none"]
-    )
-    types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
-    wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
+    counts = map(calibration.get, ("tokens", "context", "max_context")) if isinstance(calibration, dict) else ["none"]
+    wrong = [key for key in ("method", "calibration_hash") if not isinstance(made.get(key), str | None)]
     if wrong or not all(isinstance(count, int | None) for count in counts):
         raise Failure(
-            f"conversion.json of {source.reference} is damaged: its {(wrong or ['calibration'])[0]} is of another type",
+            f"conversion.json of {source.reference} is damaged: its {[*wrong, 'calibration'][0]} is of another type",
             hint="restore it, or take it away: it only says how the model was made",
         )
     return made
@@ -66,8 +63,10 @@ def remarks(sources: Sequence[Source], text: Text, first: int | None, tokens: To
         first: How many of its tokens are; None for all.
         tokens: These, by the first model's tokenizer.
     """
-    of_tokenizers = [_of_tokenizer(source, sources[0], text, first, tokens) for source in sources]
-    return [[said for said in pair if said] for pair in zip(_of_lineages(sources), of_tokenizers, strict=True)]
+    said = []
+    for source, lineage in zip(sources, _of_lineages(sources), strict=True):
+        said.append([one for one in (lineage, _of_tokenizer(source, sources[0], text, first, tokens)) if one])
+    return said
 
 
 def _of_lineages(sources: Sequence[Source]) -> list[str]:

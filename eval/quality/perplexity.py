@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import nll_loss
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device
-from eval.quality.protocol import Batch, Protocol
+from eval.quality.protocol import Batch
 
 # Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
@@ -69,16 +69,12 @@ class Score:
         except OverflowError:
             raise Failure(f"perplexity overflows at {self.loss:.0f} nats per token: the model's output is garbage") from None
 
-    def bits_per_byte(self, tokens: Tokens) -> float:
-        """Mean loss in bits times tokens per byte of text: comparable between tokenizers."""
-        return self.loss / math.log(2) * tokens.per_byte
-
     def as_figures(self, tokens: Tokens, source: Score) -> dict[str, Any]:
         """The quality part of one report entry."""
         return {
             "perplexity": self.perplexity,
             "loss_nats": self.loss - source.loss,
-            "bits_per_byte": self.bits_per_byte(tokens),
+            "bits_per_byte": self.loss / math.log(2) * tokens.per_byte,  # comparable between tokenizers
             "tokens": self.tokens,
             "kl_to_source": self.kl / self.tokens,
             "top1_agreement": self.agreed / self.tokens,
@@ -116,15 +112,3 @@ def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
     return logits
-
-
-def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
-    """The protocol part of a report: everything that a figure depends on besides the model."""
-    return {
-        **asdict(protocol),
-        "dtype": dtype,
-        "text": tokens.name,
-        "text_hash": tokens.hash,
-        "tokens": len(tokens.ids),
-        "bytes_in_text": tokens.text_bytes,
-    }

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from attention.versions import CACHE, logits_of
+from attention.versions import CACHE, logits_kept
 from eval.inputs.encoding import encoded
 from eval.inputs.source import Source, position_limit
 from eval.inputs.text import Tokens
@@ -306,7 +306,7 @@ def _read(model: Any, ids: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Te
         asked = part[scored[part + 1]]
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
         places = (asked - part[0]).to(device)
-        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_of(model, places))
+        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_kept(model, places))
         cache, logits, targets = output[CACHE], output.logits[0], ids[asked + 1]
         logits = finite(logits if len(logits) == len(asked) else logits[places], model).float()
         nats[asked + 1] = cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu()

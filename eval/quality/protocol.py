@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from attention.errors import Failure, Refusal
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.inputs.text import Tokens
-
-PROTOCOLS = ("paper", "bos", "sliding")
+from eval.inputs.text import Tokens
+from eval.quality.settings import PROTOCOLS
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,6 @@ class Protocol:
         Raises:
             Failure: The protocol begins every block with BOS, and the tokenizer has none.
         """
-        import torch
-
         every = self.bos == "block"
         if every and tokens.bos is None:
             raise Failure(

@@ -1,11 +1,12 @@
 """Renders a report (`eval.evaluate` returns one) as JSON, Markdown and one self-contained HTML page with a plot.
 
 A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. Its tables are one list for
-Markdown and HTML, so they always agree; its plot is made in `eval.report.plot`.
+Markdown and HTML, so they always agree.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 from attention.errors import Failure, Refusal
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import WARN_ABOVE
-from eval.report import plot
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -27,6 +27,18 @@ Report = dict[str, Any]
 NAMES = ("report.json", "report.md", "report.html")
 LARGE = 0.25  # nats from which on a loss is said in words, too: perplexity × 1.3
 _DOUBLED = math.log(2)  # of the perplexity
+# Of the plot.
+_MARKERS = "osD^vPX<>*hpd"
+_SIZE = (760, 440)  # pixels
+_ROW = 18  # pixels of a row of the legend
+_STYLE = {
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False),
+    "axes.grid": True,
+    "grid.color": "#d9dde2",
+    "font.size": 12,
+    "svg.fonttype": "none",  # text that can be selected
+    "svg.hashsalt": "kvfold",
+}
 
 
 def to_json(report: Report) -> str:
@@ -51,12 +63,18 @@ def to_markdown(report: Report) -> str:
     for part in sections(report):
         parts.append(table(part.header, part.rows, range(part.words, len(part.header))))
         parts += [markdown(part.note)] if part.note else []
-    return "\n\n".join([*parts, *map(markdown, [_protocol(report), *_remarks(report)])]) + "\n"
+    return "\n\n".join([*parts, *map(markdown, _remarks(report))]) + "\n"
 
 
 def _remarks(report: Report) -> list[str]:
-    """What to know before the figures are believed, a sentence each."""
-    context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
+    """The protocol, and what to know before the figures are believed, a sentence each."""
+    protocol = report["protocol"]
+    measured = (
+        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, BOS {protocol['bos']}, "
+        f"{protocol['dtype']}; text {protocol['text']}, {report['models'][0]['tokens']:,} tokens scored, "
+        f"{protocol['text_hash'][: len('sha256:') + 12]}."
+    )
+    context = max([protocol["context"], *(other["context"] for other in report.get("other_contexts", []))])
     context = max([context, *(one["at"] or 0 for model in report.get("probes") or [] for one in model["found"])])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -81,16 +99,7 @@ def _remarks(report: Report) -> list[str]:
     large = [f"{model['name']} {loss_text(model['loss_nats'])}" for model in report["models"] if model["loss_nats"] >= LARGE]
     step = "A larger cache loses less; healing (convert heal) makes up for a part."
     lossy = [f"Warning: large loss: {'; '.join(large)}. {step}"] if large else []
-    return windowed[:1] + flattered + beyond + unlike + compared + lossy
-
-
-def _protocol(report: Report) -> str:
-    protocol = report["protocol"]
-    return (
-        f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, BOS {protocol['bos']}, "
-        f"{protocol['dtype']}; text {protocol['text']}, {report['models'][0]['tokens']:,} tokens scored, "
-        f"{protocol['text_hash'][: len('sha256:') + 12]}."
-    )
+    return [measured, *windowed[:1], *flattered, *beyond, *unlike, *compared, *lossy]
 
 
 def to_html(report: Report) -> str:
@@ -99,11 +108,11 @@ def to_html(report: Report) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("report.html.j2").read_text("utf-8"))
-    svg = plot.to_svg(report["models"])
+    svg = to_svg(report["models"])
     return template.render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
-        remarks=list(map(printable, [_protocol(report), *_remarks(report)])),
+        remarks=list(map(printable, _remarks(report))),
         plot=svg[svg.index("<svg") :],  # an XML declaration and the document type precede it
         sections=sections(report),
         json=to_json(report),
@@ -112,8 +121,7 @@ def to_html(report: Report) -> str:
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
     """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
-    pages = (to_json, to_markdown, to_html)
-    return write_pages({name: page(report) for name, page in zip(NAMES, pages, strict=True)}, directory)
+    return write_pages(dict(zip(NAMES, (to_json(report), to_markdown(report), to_html(report)), strict=True)), directory)
 
 
 def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None:
@@ -240,5 +248,59 @@ def _probed(one: Model | None, is_source: bool) -> str:
         return "-"
     error = "" if is_source or one["standard_error"] is None else f" ± {one['standard_error']:.2f}"
     exact = f" ({one['exact']:.0%})" if "exact" in one else ""
-    nats = round(one["nats"], 2) + 0.0  # no figure reads -0.00
-    return f"{nats:{'' if is_source else '+'}.2f}{error}{exact}"
+    return f"{one['nats']:{'' if is_source else '+'}z.2f}{error}{exact}"
+
+
+def to_svg(models: Sequence[Model]) -> str:
+    """Perplexity against KV bytes per token: a colour for each method and format, a marker for each kind of attention."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    series = list(dict.fromkeys(map(_series, models[1:])))
+    kinds = list(dict.fromkeys(printable(model["kind"]) for model in models))
+    marker = {kind: _MARKERS[index % len(_MARKERS)] for index, kind in enumerate(kinds)}
+    points = [(model["kv_bytes_per_token"] / 1024, float(model["perplexity"])) for model in models]
+    with matplotlib.style.context(["default", _STYLE]):  # "default" overrides the user's matplotlibrc
+        width, height = _SIZE[0], max(_SIZE[1], _ROW * (3 + len(series) + len(kinds)))
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        axes = figure.add_subplot()
+        ring: dict[str, Any] = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 12, "linestyle": ""}
+        axes.axhline(points[0][1], color="gray", linestyle="--", linewidth=1)
+        axes.plot(*points[0], label="source", **ring)
+        for index, label in enumerate(series):
+            line = sorted(point for point, model in zip(points[1:], models[1:], strict=True) if _series(model) == label)
+            axes.plot(*zip(*line, strict=True), color=f"C{index % 10}", linewidth=1, label=label)
+        for point, model in zip(points, models, strict=True):
+            colour = "black" if model is models[0] else f"C{series.index(_series(model)) % 10}"
+            axes.plot(*point, marker[printable(model["kind"])], color=colour)
+        log_x, log_y = (_scaled(axes, which, values) for which, values in zip("xy", zip(*points, strict=True), strict=True))
+        axes.set_xlabel(f"KV bytes per token (KiB{', log scale' if log_x else ''})")
+        axes.set_ylabel(f"perplexity{' (log scale)' if log_y else ''}")
+        for kind in kinds:
+            axes.plot([], [], marker[kind], color="black", label=kind)
+        figure.legend(loc="outside right upper")
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return stream.getvalue()
+
+
+def _series(model: Model) -> str:
+    """What a colour stands for: a method and the format of the cache, or the source in any format."""
+    method, form = model["method"], model.get("cache_format")
+    name = printable(f"{method}, {form} cache" if method and form else method or "not converted")
+    return f" {name}" if name.startswith("_") else name  # matplotlib leaves out labels that begin with an underscore
+
+
+def _scaled(axes: Any, which: str, values: Sequence[float]) -> bool:
+    """Make axis "x" or "y" logarithmic if the values span a factor of four; whether it is. A linear x begins at 0."""
+    from matplotlib.ticker import LogLocator
+
+    axis, log = getattr(axes, f"{which}axis"), max(values) > 4 * min(values) > 0
+    if log:
+        axes.set(**{f"{which}scale": "log"})
+        axis.set_major_locator(LogLocator(2) if which == "x" else LogLocator(10, (1, 2, 3, 5, 7)))
+    elif which == "x":
+        axes.set_xlim(0, 1.1 * max(values))
+    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.minorticks_off()
+    return log

@@ -1,4 +1,4 @@
-"""Measures prefill, decode step, cache and peak memory of models, at every batch and context.
+"""Measures prefill, decode step, cache and peak memory of models, at every batch and context, and prints a table of them.
 
 Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,13 +25,18 @@ from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import compute_dtype, load, require_causal
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
-from eval.machine.device import compute_device, free_memory, hardware, memory_for, require_device, timed
+from eval.machine.device import compute_device, free_memory, hardware, memory_for, timed
 from eval.speed.workload import Workload
+from eval.terminal.escapes import markdown
 from eval.terminal.progress import Progress, silent, stage
-from eval.terminal.tables import bytes_text
+from eval.terminal.tables import bytes_text, table
 
 _log = logging.getLogger("kvfold")
 _WARM_UP = 3  # steps
+Case = tuple[int, int]  # a batch size, and tokens per sequence
+_HEADER = ("batch", "context", "model", "attention", "runtime", "prefill, ms", "step, ms", "cache", "peak memory")
+_NUMBERS = (0, 1, 5, 6, 7, 8)
+_PEAK = len(_HEADER) - 1  # which a GPU alone has
 
 
 @dataclass(frozen=True)
@@ -56,18 +62,8 @@ class BenchSettings:
     stock: bool = False
 
 
-class Case(NamedTuple):
-    """A batch size, and tokens per sequence."""
-
-    batch: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"batch {self.batch} × context {self.context}"
-
-
 class ModelRun(NamedTuple):
-    """A model in one runtime, ours (if it supports the class) or transformers'; it gets one row per batch and context."""
+    """A model in one runtime, ours (if it supports the class; never MHA) or transformers'; a row per batch and context."""
 
     source: Source
     spec: AttentionSpec
@@ -112,7 +108,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:
     """Check settings and configs. Returns the models in their runtimes, and the sizes to measure at."""
-    require_device(settings.device)
+    device = compute_device(settings.device)
     for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
         value = getattr(settings, name)
         if any(each < least for each in (value if isinstance(value, tuple) else (value,))):
@@ -120,42 +116,32 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Mode
     for source in sources:
         require_causal(source)
     contexts = require_contexts(sources, settings.contexts)
-    device = compute_device(settings.device)
-    runs = [run for source in sources for run in _runtimes(source, settings, device)]
+    runs = []
+    for source in sources:
+        spec, dtype = AttentionSpec.from_config(source.config), compute_dtype(source, settings.dtype, device.type)
+        weights, ours = count_parameters(source.config) * dtype_bytes(dtype), spec.kind != "MHA"
+        runtimes = (True, False) if ours and settings.stock else (ours,)
+        runs += [ModelRun(source, spec, dtype, each, weights) for each in runtimes]
     if settings.stock and not any(run.ours for run in runs):
         raise Refusal(
             "none of these models has latent or grouped attention, so there is no stock runtime to compare with",
             hint="leave --stock out",
         )
     # The largest first, so that a lack of memory shows at once.
-    cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
-    return runs, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
-
-
-def _runtimes(source: Source, settings: BenchSettings, device: torch.device) -> list[ModelRun]:
-    """A model in each runtime to measure, from its config alone. MHA only runs in transformers' runtime."""
-    spec = AttentionSpec.from_config(source.config)
-    dtype = compute_dtype(source, settings.dtype, device.type)
-    weights = count_parameters(source.config) * dtype_bytes(dtype)
-    ours = spec.kind != "MHA"
-    return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and settings.stock else (ours,))]
+    return runs, sorted(dict.fromkeys(itertools.product(settings.batches, contexts)), key=math.prod, reverse=True)
 
 
 def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
-    """Fail if weights and cache alone exceed the free memory; on a CPU, the system would kill the process instead.
-
-    Raises:
-        Failure: They exceed it.
-    """
+    """Raise `Failure` if weights and cache alone exceed the free memory; on a CPU, the system would kill the process."""
     free = free_memory(device)
     for run in runs:
-        case = max(cases, key=lambda case: run.cache_bytes(*case))
-        cache = run.cache_bytes(*case)
+        batch, context = max(cases, key=lambda case: run.cache_bytes(*case))
+        cache = run.cache_bytes(batch, context)
         if run.weight_bytes + cache > free:
-            most = int((free - run.weight_bytes) // run.cache_bytes(1, case.context))
+            most = int((free - run.weight_bytes) // run.cache_bytes(1, context))
             raise Failure(
-                f"{run.source.name} at {case} takes {bytes_text(run.weight_bytes)} of weights and {bytes_text(cache)} "
-                f"of KV cache in {run.dtype}; {device} has {bytes_text(free)} free",
+                f"{run.source.name} at batch {batch} × context {context} takes {bytes_text(run.weight_bytes)} of weights and "
+                f"{bytes_text(cache)} of KV cache in {run.dtype}; {device} has {bytes_text(free)} free",
                 hint=f"use --batch {most} or less at this context"
                 if most > 0
                 else "use a shorter --context or a smaller --dtype",
@@ -189,10 +175,10 @@ def _entry(
 
 @torch.no_grad()  # as in `generate`
 def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, done: Callable[[int], None]) -> dict[str, Any]:
-    name = run.source.name
-    what = f"{name} at {case} in {run.dtype}"
+    name, (batch, context) = run.source.name, case
+    what = f"{name} at batch {batch} × context {context} in {run.dtype}"
     with memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic"):
-        work = Workload(model, *case)
+        work = Workload(model, batch, context)
         device = work.ids.device
         work.to_start()
         work.prefill()
@@ -209,7 +195,8 @@ def _measure(run: ModelRun, model: Any, case: Case, settings: BenchSettings, don
             steps.append(sum(timed(device, work.step, work.to_last, settings.steps)) / settings.steps)
             done(1)
     return {
-        **case._asdict(),
+        "batch": batch,
+        "context": context,
         "backend": backend,
         "backend_reason": reason,
         "prefill_chunk": work.chunk,
@@ -237,3 +224,50 @@ def _peak(work: Workload) -> int | None:
     work.step()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device))
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """One GitHub table, grouped by batch and context, and lines below it. Rates are medians with both extremes."""
+    cases = zip(*([(model, row) for row in model["cases"]] for model in report["models"]), strict=True)
+    rows = [_cells(model, row) for case in cases for model, row in case]
+    columns = len(_HEADER) if any(row[_PEAK] for row in rows) else _PEAK
+    right = [column for column in _NUMBERS if column < columns]
+    shown = table(_HEADER[:columns], [row[:columns] for row in rows], right)
+    return "\n\n".join([shown, *map(markdown, _lines(report))]) + "\n"
+
+
+def _cells(model: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    runtime = model["runtime"] + (f", {row['backend']}" if row["backend"] else "")
+    times = [_milliseconds(row[key]) for key in ("prefill_seconds", "step_seconds")]
+    peak = "" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
+    sizes = [f"{row['batch']:,}", f"{row['context']:,}"]
+    return [*sizes, model["name"], model["kind"], runtime, *times, bytes_text(row["cache_bytes"]), peak]
+
+
+def _milliseconds(seconds: dict[str, Any]) -> str:
+    median, low, high = (_three_digits(1e3 * seconds[key]) for key in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    setup, models = report["setup"], report["models"]
+    rows = [(model, row) for model in models for row in model["cases"]]
+    cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
+    lines = [_setup(setup, models)]
+    if cut:
+        lines.append(f"Prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+    return lines + [f"Warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]
+
+
+def _setup(setup: dict[str, Any], models: list[dict[str, Any]]) -> str:
+    dtypes, attentions = (" and ".join(dict.fromkeys(model[key] for model in models)) for key in ("dtype", "attention"))
+    return (
+        f"{setup['name']} ({setup['device']}), cores: {setup['cores']}, threads: {setup['threads']}; torch {setup['torch']}, "
+        f"transformers {setup['transformers']}; {dtypes}, {attentions} attention. "
+        f"Medians (least to most) of rounds: {setup['rounds']}, each of one prefill and steps: {setup['steps']}. A step is a "
+        "forward pass of the last token of each sequence."
+    )

@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
-from attention.versions import CACHE, logits_of
+from attention.versions import CACHE, logits_kept
 from eval.machine.device import input_device
 
 _AT_ONCE = 2**16  # tokens of a prefill pass: one of more takes more memory, and is no faster
@@ -49,7 +49,7 @@ class Workload:
                 f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
                 hint="kvfold measures models with attention in all layers",
             )
-        self._last = logits_of(model, 1)
+        self._last = logits_kept(model, 1)
 
     def rewind(self, tokens: int) -> None:
         """Make the cache take the next token for number `tokens`, counted from 0; its content stays."""
@@ -100,9 +100,8 @@ class Workload:
             Failure: They are not.
         """
         self.to_last()
-        if bool(self.step().isfinite().all()):
-            return
-        raise Failure(
-            f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
-            hint="use --dtype float32 or bfloat16; if that does not help, convert again",
-        )
+        if not self.step().isfinite().all():
+            raise Failure(
+                f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
+                hint="use --dtype float32 or bfloat16; if that does not help, convert again",
+            )

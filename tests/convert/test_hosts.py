@@ -23,7 +23,7 @@ from attention.latent import can_absorb, is_absorbed
 from attention.models import MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
-from eval.quality.cost import measured_bytes_per_token
+from eval.quality.lockstep import measured_bytes_per_token
 
 
 @pytest.fixture(scope="module")

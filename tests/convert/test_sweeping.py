@@ -28,7 +28,7 @@ FEW = ["--groups", "2,1", "--methods", "mean,aligned"]
 def drawings() -> Iterator[None]:
     """Reports have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")
+        patch.setattr("eval.report.quality.to_svg", lambda models: "<svg/>")
         yield
 
 

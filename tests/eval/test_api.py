@@ -67,6 +67,7 @@ def test_the_report_is_written_where_it_is_wanted(pair: list[Path], text: Path, 
 MISSING = Path("missing.txt")
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": MISSING, "context": 1}, "a context of 1 predicts nothing"),  # before a text is read
+    ({"text": MISSING, "max_tokens": 1}, "max_tokens is 1; it must be at least 2"),
     ({"text": MISSING, "context": 32}, "cannot read missing.txt"),
     ({"dataset": "wikitxt"}, "no dataset 'wikitxt'"),
     ({"text": MISSING, "dtype": "int8"}, "no KV cache is kept in 'int8'"),

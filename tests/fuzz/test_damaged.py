@@ -14,7 +14,7 @@ COUNTS = {"config": 60, "weights": 40, "gguf": 40, "recipe": 40}
 
 @pytest.mark.parametrize("kind", damaged.KINDS)
 def test_damage_ends_in_one_line_or_in_the_same_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.report.plot.to_svg", lambda models: "<svg/>")  # a sweep's report, of which nothing is damaged
+    monkeypatch.setattr("eval.report.quality.to_svg", lambda models: "<svg/>")  # a sweep's report, of which nothing is damaged
     found = damaged.main(COUNTS.get(kind, 4), 5, (kind,))
     assert found.cases == COUNTS.get(kind, 4)
     assert found.ended_well > 3 or kind not in COUNTS, str(found)

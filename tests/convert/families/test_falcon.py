@@ -15,7 +15,7 @@ from written import Convert, Logits, Make, damage, ok
 from attention import load
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from eval.quality.cost import measured_bytes_per_token
+from eval.quality.lockstep import measured_bytes_per_token
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "one KV head": {"multi_query": True},

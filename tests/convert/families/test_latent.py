@@ -30,7 +30,7 @@ from convert.families.neutral import constant_channels, constants, latent_size, 
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
 from convert.hosts.deepseek_v3 import HOST
-from eval.quality.cost import measured_bytes_per_token
+from eval.quality.lockstep import measured_bytes_per_token
 
 FAMILY = FAMILIES["deepseek_v3"]
 RANKS = [*range(2, 66), *range(66, 2049, 13), 128, 256, 448, 512, 1024, 2048]  # a checksum pins the constants of all

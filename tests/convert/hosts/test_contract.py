@@ -39,7 +39,7 @@ from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
 from eval.inputs.source import Source
-from eval.quality.cost import measured_bytes_per_token
+from eval.quality.lockstep import measured_bytes_per_token
 
 Made = Callable[[Row, str], tuple[Path, Path]]
 

@@ -23,7 +23,7 @@ from attention.latent import is_absorbed
 from attention.spec import AttentionSpec
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.planning.budget import layer_ranks
-from eval.quality.cost import measured_bytes_per_token
+from eval.quality.lockstep import measured_bytes_per_token
 
 STEPS = (2, 4, 6, 8)
 

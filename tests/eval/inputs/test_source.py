@@ -103,9 +103,6 @@ def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callabl
     with pytest.raises(Refusal, match=r"wants to run code of its own \(auto_map in config\.json\)") as caught:
         _ = source.config
     assert caught.value.hint == "read that code, then give --trust-remote-code"
-    with pytest.raises(Refusal):
-        source.refuse_remote_code()
-    Source.parse(source.reference, trust_remote_code=True).refuse_remote_code()
 
 
 def test_a_former_model_type_is_refused_by_name(configured: Callable[..., Source]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from eval.machine.capacity import GIGABYTE, GPUS, Fit, count_parameters, fit
+from eval.machine.capacity import GIGABYTE, GPUS, count_parameters, fit
 
 # A model of 64 layers and width 5120, as MHA.
 LARGE = AttentionSpec(num_layers=64, num_heads=40, num_kv_heads=40, head_dim=128)
@@ -21,8 +22,9 @@ LARGE = AttentionSpec(num_layers=64, num_heads=40, num_kv_heads=40, head_dim=128
 
 def sized(
     spec: AttentionSpec = LARGE, parameters: int = 32 * 10**9, batch: int = 16, context: int = 2048, **changes: Any
-) -> Fit:
-    return fit(spec, parameters, **({"dtype": "bfloat16", "gpus": GPUS, "share": 0.9} | changes), batch=batch, context=context)
+) -> SimpleNamespace:
+    given = {"dtype": "bfloat16", "gpus": GPUS, "share": 0.9} | changes
+    return SimpleNamespace(**fit(spec, parameters, **given, batch=batch, context=context))
 
 
 @pytest.mark.parametrize(("batch", "gigabytes"), [(16, 42.9), (32, 85.9)])

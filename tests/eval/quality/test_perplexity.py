@@ -15,7 +15,8 @@ from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.quality import perplexity
 from eval.quality.perplexity import Score
-from eval.quality.protocol import PROTOCOLS, Protocol
+from eval.quality.protocol import Protocol
+from eval.quality.settings import PROTOCOLS
 
 BOS = 1
 
@@ -102,9 +103,11 @@ def test_a_model_that_guesses_bytes_evenly_needs_eight_bits_per_byte() -> None:
     with pytest.raises(Failure, match="perplexity overflows at 1000 nats per token"):
         _ = Score(nats=2000.0, tokens=2).perplexity
     one_token_a_byte = Tokens("text", torch.arange(100), 100, 1.0, None)
-    assert Score(nats=100 * math.log(256), tokens=100).bits_per_byte(one_token_a_byte) == pytest.approx(8)
+    score = Score(nats=100 * math.log(256), tokens=100)
+    assert score.as_figures(one_token_a_byte, score)["bits_per_byte"] == pytest.approx(8)
     two_bytes_a_token = Tokens("text", torch.arange(50), 100, 0.5, None)
-    assert Score(nats=50 * math.log(256**2), tokens=50).bits_per_byte(two_bytes_a_token) == pytest.approx(8)
+    score = Score(nats=50 * math.log(256**2), tokens=50)
+    assert score.as_figures(two_bytes_a_token, score)["bits_per_byte"] == pytest.approx(8)
 
 
 def test_a_model_is_at_no_distance_from_itself(source: Any) -> None:

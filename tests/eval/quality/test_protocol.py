@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from attention.errors import Failure, Refusal
 from eval.inputs.text import Tokens
-from eval.quality.protocol import PROTOCOLS, Protocol
+from eval.quality.protocol import Protocol
+from eval.quality.settings import PROTOCOLS
 
 BOS = 1
 # Tokens of a text bear their index plus this, so that a block shows where it was cut.

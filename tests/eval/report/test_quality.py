@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 
 from attention.errors import Failure
-from eval.report import plot
 from eval.report import quality as reports
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,7 +64,7 @@ def table_of(markdown: str) -> list[list[str]]:
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without their plots, which take nearly all of the time, but for tests with `html` in their names."""
     if "html" not in request.function.__name__:
-        monkeypatch.setattr("eval.report.quality.plot.to_svg", lambda models: "<svg></svg>")
+        monkeypatch.setattr("eval.report.quality.to_svg", lambda models: "<svg></svg>")
 
 
 def test_a_large_loss_is_said_in_words() -> None:
@@ -205,7 +204,7 @@ def test_html_escapes_hostile_text(index: int) -> None:
 
 # ---- the plot --------------------------------------------------------------------------------------------------------
 
-TO_SVG = plot.to_svg
+TO_SVG = reports.to_svg
 
 
 def test_the_plot_does_not_heed_or_touch_the_readers_matplotlib() -> None:

@@ -24,8 +24,7 @@ from eval.inputs.source import Source
 from eval.machine import device
 from eval.machine.device import free_memory, memory_for, trim_memory, whole_memory
 from eval.speed import bench
-from eval.speed.bench import BenchSettings, Case, check, run
-from eval.speed.table import to_markdown
+from eval.speed.bench import BenchSettings, check, run, to_markdown
 from eval.speed.workload import Workload
 
 CPU = torch.device("cpu")
@@ -324,8 +323,8 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: st
 
 def test_the_context_defaults_to_the_smallest_limit(checkpoint: Make) -> None:
     sources = [Source.parse(str(checkpoint(name=str(n), max_position_embeddings=n))) for n in (64, 4096)]
-    assert check(sources, replace(SHORT, contexts=()))[1] == [Case(1, 64)]
-    assert check(sources[1:], replace(SHORT, contexts=()))[1] == [Case(1, 2048)]
+    assert check(sources, replace(SHORT, contexts=()))[1] == [(1, 64)]
+    assert check(sources[1:], replace(SHORT, contexts=()))[1] == [(1, 2048)]
 
 
 def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
