@@ -11,8 +11,7 @@ import torch
 
 from attention.encoding import rounded
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention
-from attention.scoring import Scoring
+from attention.record import Attention, FactoredAttention, Scoring
 
 
 def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:

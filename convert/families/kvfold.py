@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm, QKNorm
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, Record, Scoring
 from attention.rope import Rotary, no_rotary
-from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
@@ -110,7 +109,7 @@ class KvfoldProjections(Family):
             local = _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
-            local |= _join_projected(record.projections)
+            local |= _join_projected(record.projections.source)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
@@ -163,13 +162,13 @@ def _projections(local: Mapping[str, torch.Tensor], config: Any) -> HeadProjecti
     q_norm, k_norm = (
         QKNorm(form, local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
     )
-    return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
+    return HeadProjections(replace(a, q_norm=q_norm, k_norm=k_norm), config.clip_qkv)
 
 
-def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
-    """Projections and their norms, also of a record that has these itself; the inverse of `_projections`."""
-    local = join_heads(p)
-    for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
+def _join_projected(a: Attention) -> dict[str, torch.Tensor]:
+    """Projections and their norms; the inverse of `_projections`."""
+    local = join_heads(a)
+    for name, norm in (("q_norm", a.q_norm), ("k_norm", a.k_norm)):
         if norm is not None:
             local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
     return local

@@ -18,9 +18,8 @@ from attention.forward import (
     values_of,
 )
 from attention.qk_norm import QKNorm
-from attention.record import Attention, Record
+from attention.record import Attention, Record, Scoring
 from attention.rope import Rotary
-from attention.scoring import Scoring
 from convert.methods.distances import attention_by_distance
 
 SLOPED, CAPPED = Scoring((0.5, 0.25, 0.1, 0.02)), Scoring(window=5, softcap=0.4)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from attention import load, models, pack, restore
 from attention.grouped import is_packed
 from attention.models import modeling_kvfold
-from attention.scoring import Scoring
+from attention.record import Scoring
 
 LENGTH = 30
 PATHS = {

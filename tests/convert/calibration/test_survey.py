@@ -15,8 +15,7 @@ from records import record as random_record
 from streams import WINDOWS, InMemory, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
 
 from attention.errors import Failure
-from attention.record import Attention
-from attention.scoring import PLAIN, Scoring
+from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, _CopyingSums, _repetitions, survey
 from convert.checkpoint.shelf import Shelf
