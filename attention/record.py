@@ -161,7 +161,7 @@ class Attention:
         assert self.q_norm is None, "gains of a norm would change places, too"
         assert self.k_norm is None
         parts = {name: getattr(self, name) for name in ("q", "k", "q_bias", "k_bias")}
-        moved = {name: self.rotary.paired(rows, pairing) for name, rows in parts.items() if rows is not None}
+        moved: dict[str, Any] = {name: self.rotary.paired(rows, pairing) for name, rows in parts.items() if rows is not None}
         return replace(self, **moved, rotary=replace(self.rotary, pairing=pairing))
 
     def on_projected_inputs(self, clip: float | None = None) -> Attention:
@@ -244,7 +244,7 @@ class FactoredAttention:
             return self
         key = {name: getattr(self, name) for name in ("k_rope", "k_rope_bias")}
         queries = {name: getattr(self, name) for name in ("q_rope", "q_rope_bias")}
-        moved = {name: rotary.paired(rows[None], pairing)[0] for name, rows in key.items() if rows is not None}
+        moved: dict[str, Any] = {name: rotary.paired(rows[None], pairing)[0] for name, rows in key.items() if rows is not None}
         moved |= {name: rotary.paired(rows, pairing) for name, rows in queries.items() if rows is not None}
         return replace(self, **moved, rotary=replace(rotary, pairing=pairing))
 

@@ -185,7 +185,7 @@ def from_config(
             share = (parameters.get("partial_rotary_factor") or 1.0) if partial else 1.0
             rotary = of_base(parameters["rope_theta"], int(head_dim * share), pairing)
         else:
-            rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
+            rotary = _scaled(config, parameters, kind, pairing, layer_type)
     except (RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {one_line(error)}") from None
     if rotary.dims > head_dim:
@@ -204,9 +204,7 @@ def of_base(theta: float, dims: int, pairing: Pairing = "half") -> Rotary:
     return Rotary(theta**-exponents, pairing)
 
 
-def _scaled(
-    config: Any, parameters: dict[str, Any], kind: str, head_dim: int, pairing: Pairing, layer_type: str | None
-) -> Rotary:
+def _scaled(config: Any, parameters: dict[str, Any], kind: str, pairing: Pairing, layer_type: str | None) -> Rotary:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

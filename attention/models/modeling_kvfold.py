@@ -209,6 +209,8 @@ class _Attention(nn.Module):
             the config has it as an inner window.
     """
 
+    o_proj: nn.Linear
+
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
