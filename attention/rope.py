@@ -86,12 +86,8 @@ class Rotary:
         long = None if self.long_frequencies is None else -self.long_frequencies
         return replace(self, frequencies=-self.frequencies, long_frequencies=long)
 
-    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `states [..., T, D]` by `positions [T]`; dims beyond P stay as they are."""
-        return self.rotation(positions, states.dtype)(states)
-
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation for tokens at `positions [T]`, to be applied more than once."""
+        """The rotation for tokens at `positions [T]`."""
         import torch
 
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)

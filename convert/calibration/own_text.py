@@ -213,7 +213,9 @@ def own_text(
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
             few tokens.
     """
-    size, kept = _at_once(source, length, device), Shelf(directory, f"own-text-{seed}-{rows}x{length}")
+    kept = Shelf(directory, f"own-text-{seed}-{rows}x{length}")
+    cached = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
+    size = max(1, min(ROWS, int(_CACHES * whole_memory(device)) // cached))
     chances = torch.rand(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     parts = []
     with contextlib.ExitStack() as stack:
@@ -292,12 +294,6 @@ def _next(rows: Sequence[_Row], sampled: Sequence[int], chances: torch.Tensor) -
     """The next token of each row `[n]`, where the model would say `sampled`."""
     each = zip(rows, sampled, chances.tolist(), strict=True)
     return torch.tensor([row.next(token, chance) for row, token, chance in each])
-
-
-def _at_once(source: Source, length: int, device: torch.device) -> int:
-    """Rows of a batch: as many as a part of the device's memory holds the cache of, but at least one."""
-    row = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
-    return max(1, min(ROWS, int(_CACHES * whole_memory(device)) // row))
 
 
 def _require_words(source: Source, ids: torch.Tensor, otherwise: str = _OTHERWISE) -> None:

@@ -41,7 +41,7 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
         if a.q_bias is not None and a.k_bias is not None:
             rows, keys = rows + a.q_bias.double()[:, None], keys + a.k_bias.double()[:, None]
         if a.rotary is not None:
-            rows, keys = (a.rotary.rotate(part, positions) for part in (rows, keys))
+            rows, keys = (a.rotary.rotation(positions, part.dtype)(part) for part in (rows, keys))
         for h in range(len(rows)):
             for t in range(len(block)):
                 seen = slice(max(0, t + 1 - (a.scoring.window or t + 1)), t + 1)
