@@ -10,9 +10,8 @@ from torch.linalg import multi_dot
 
 from attention.encoding import rounded
 from attention.qk_norm import LinearisedNorm, QKNorm
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import PLAIN, Attention, FactoredAttention, Record, Scoring
 from attention.rope import Rotation, no_rotary
-from attention.scoring import PLAIN, Scoring
 
 _SPAN = 256  # tokens
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from attention.formats import Format
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing, Rotary
-from attention.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     import torch
@@ -20,44 +19,83 @@ _TINY = 1e-30  # an input of zeros has a latent of zeros, and so has its class
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How one layer turns scaled logits into attention, besides that no token sees a later one.
+
+    Attributes:
+        slopes: H numbers, or None: a head's slope, times the position of the key, is added to its scaled logits (ALiBi, arXiv
+            2108.12409; less the position of the query, which cancels in the softmax).
+        window: How many tokens a token sees, itself included; None for all before it.
+        softcap: c, or None: logits l become c tanh(l / c) (Gemma 2, arXiv 2408.00118).
+    """
+
+    slopes: tuple[float, ...] | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and self.slopes is not None:
+            raise ValueError("no class caps logits with ALiBi: whether slopes come before the cap is not known")
+
+    def of(self, heads: slice) -> Scoring:
+        """The same for some of the heads."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
+
+    def probabilities(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention `[…, t, s]`; rows sum to one, or to less with sinks.
+
+        Args:
+            logits: `[…, t, s]`, scaled, with what slopes add, for tokens 0 … s − 1.
+            tokens: `[t]`, the positions of the queries; None for the last t.
+            sinks: `[…]`, a further logit of each head, of which nothing is read; None without.
+        """
+        import torch
+
+        queries, keys = logits.shape[-2:]
+        slots = torch.arange(keys, device=logits.device)
+        position = (slots[keys - queries :] if tokens is None else tokens)[:, None]
+        hidden = slots > position
+        if self.window is not None:
+            hidden |= slots <= position - self.window
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is None:
+            return logits.softmax(-1)
+        return torch.cat((logits, sinks[..., None, None].expand(*logits.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+
+
+PLAIN = Scoring()
+
+
+@dataclass(frozen=True)
 class HeadProjections:
     """The queries, keys and values of a source with QK-norm or a clamp, which the rest of a record reads in place of its input.
 
     Nothing can be mixed across these. Behind them, keys are linear again, up to RoPE: a latent is made of these keys and the
-    values, and each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
+    values, and each head's queries are mapped by themselves.
 
     Attributes:
-        q: `[H, D, E]`.
-        k: `[G, D, E]`.
-        v: `[G, D, E]`.
-        q_norm: QK-norm of the queries, before RoPE, or None.
-        k_norm: QK-norm of the keys, before RoPE, or None.
-        q_bias: `[H, D]` or None.
-        k_bias: `[G, D]` or None.
-        v_bias: `[G, D]` or None.
+        source: Has their weights, biases, and QK-norm before RoPE; nothing else of it is read.
         clip: All three are clamped to ±clip, queries and keys behind their norms; None without a clamp.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_norm: QKNorm | None = None
-    k_norm: QKNorm | None = None
-    q_bias: torch.Tensor | None = None
-    k_bias: torch.Tensor | None = None
-    v_bias: torch.Tensor | None = None
+    source: Attention
     clip: float | None = None
 
     @property
     def width(self) -> int:
         """E."""
-        return self.k.shape[-1]
+        return self.source.k.shape[-1]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of inputs `x [B, T, E]`: queries `[B, H, T, D]`, and keys and values side by side, `[B, T, 2 G D]`."""
         import torch
 
-        parts = (self.q, self.q_bias, self.q_norm), (self.k, self.k_bias, self.k_norm), (self.v, self.v_bias, None)
+        a = self.source
+        parts = (a.q, a.q_bias, a.q_norm), (a.k, a.k_bias, a.k_norm), (a.v, a.v_bias, None)
         queries, keys, values = (self._behind(_projected(x, weight, bias), norm) for weight, bias, norm in parts)
         return queries, torch.cat(tuple(states.transpose(1, 2).flatten(2) for states in (keys, values)), -1)
 
@@ -123,7 +161,7 @@ class Attention:
         assert self.q_norm is None, "gains of a norm would change places, too"
         assert self.k_norm is None
         parts = {name: getattr(self, name) for name in ("q", "k", "q_bias", "k_bias")}
-        moved = {name: self.rotary.paired(rows, pairing) for name, rows in parts.items() if rows is not None}
+        moved: dict[str, Any] = {name: self.rotary.paired(rows, pairing) for name, rows in parts.items() if rows is not None}
         return replace(self, **moved, rotary=replace(self.rotary, pairing=pairing))
 
     def on_projected_inputs(self, clip: float | None = None) -> Attention:
@@ -140,7 +178,7 @@ class Attention:
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
         device, dtype = self.k.device, torch.promote_types(self.k.dtype, torch.float32)
         one = torch.eye(2 * groups * dim, device=device, dtype=dtype).unflatten(0, (2 * groups, dim))
-        source = HeadProjections(self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip)
+        source = HeadProjections(self, clip)
         whole = torch.eye(dim, device=device, dtype=dtype).expand(heads, -1, -1)
         done: dict[str, Any] = dict.fromkeys(("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "rounding"))
         return replace(self, q=whole, k=one[:groups], v=one[groups:], projections=source, **done)
@@ -206,7 +244,7 @@ class FactoredAttention:
             return self
         key = {name: getattr(self, name) for name in ("k_rope", "k_rope_bias")}
         queries = {name: getattr(self, name) for name in ("q_rope", "q_rope_bias")}
-        moved = {name: rotary.paired(rows[None], pairing)[0] for name, rows in key.items() if rows is not None}
+        moved: dict[str, Any] = {name: rotary.paired(rows[None], pairing)[0] for name, rows in key.items() if rows is not None}
         moved |= {name: rotary.paired(rows, pairing) for name, rows in queries.items() if rows is not None}
         return replace(self, **moved, rotary=replace(rotary, pairing=pairing))
 

@@ -86,12 +86,8 @@ class Rotary:
         long = None if self.long_frequencies is None else -self.long_frequencies
         return replace(self, frequencies=-self.frequencies, long_frequencies=long)
 
-    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `states [..., T, D]` by `positions [T]`; dims beyond P stay as they are."""
-        return self.rotation(positions, states.dtype)(states)
-
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation for tokens at `positions [T]`, to be applied more than once."""
+        """The rotation for tokens at `positions [T]`."""
         import torch
 
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
@@ -185,7 +181,7 @@ def from_config(
             share = (parameters.get("partial_rotary_factor") or 1.0) if partial else 1.0
             rotary = of_base(parameters["rope_theta"], int(head_dim * share), pairing)
         else:
-            rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
+            rotary = _scaled(config, parameters, kind, pairing, layer_type)
     except (RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {one_line(error)}") from None
     if rotary.dims > head_dim:
@@ -204,9 +200,7 @@ def of_base(theta: float, dims: int, pairing: Pairing = "half") -> Rotary:
     return Rotary(theta**-exponents, pairing)
 
 
-def _scaled(
-    config: Any, parameters: dict[str, Any], kind: str, head_dim: int, pairing: Pairing, layer_type: str | None
-) -> Rotary:
+def _scaled(config: Any, parameters: dict[str, Any], kind: str, pairing: Pairing, layer_type: str | None) -> Rotary:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

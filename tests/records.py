@@ -11,9 +11,8 @@ from reference import grouped_attention, latent_attention
 
 from attention.forward import Block
 from attention.qk_norm import NormForm, QKNorm
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, Record, Scoring
 from attention.rope import Pairing, Rotary
-from attention.scoring import Scoring
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Attended, Statistics
 
@@ -132,7 +131,8 @@ def run(a: Record, x: torch.Tensor) -> torch.Tensor:
         return dataclasses.replace(part, **{name: v.double() for name, v in fields.items() if isinstance(v, torch.Tensor)})
 
     if a.projections is not None:
-        a = dataclasses.replace(a, projections=doubled(a.projections))
+        source = doubled(a.projections.source)
+        a = dataclasses.replace(a, projections=dataclasses.replace(a.projections, source=source))
     a = doubled(a)
     return latent_attention(x.double(), a) if isinstance(a, FactoredAttention) else grouped_attention(x.double(), a)
 

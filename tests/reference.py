@@ -11,8 +11,7 @@ import torch
 
 from attention.encoding import rounded
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention
-from attention.scoring import Scoring
+from attention.record import Attention, FactoredAttention, Scoring
 
 
 def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:
@@ -25,7 +24,7 @@ def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Te
         if norm and not norm.form.after_rotary:
             states = norm(states)
         if a.rotary:
-            states = a.rotary.rotate(states, positions)
+            states = a.rotary.rotation(positions, states.dtype)(states)
         return norm(states) if norm and norm.form.after_rotary else states
 
     repeats = a.q.shape[0] // a.k.shape[0]
@@ -45,17 +44,17 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> t
     The latent of token s is c_s = down x_s, divided by its norm only where the record says so; head h scores it with q_nopeᵀ
     up_k c_s plus the rotated q_ropeᵀ k_rope, and reads up_v c_s.
     """
-    positions = start + torch.arange(x.shape[1], device=x.device)
+    rotate = a.rotary.rotation(start + torch.arange(x.shape[1], device=x.device), x.dtype)
     read, x = (x, x) if a.projections is None else a.projections(x)
     read = read if a.q_down is None else read @ a.q_down.T
     key = _projected(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None])
-    key, latent = a.rotary.rotate(key, positions)[:, 0], torch.einsum("bse,re->bsr", x, a.down)
+    key, latent = rotate(key)[:, 0], torch.einsum("bse,re->bsr", x, a.down)
     if a.normalised:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     latent = latent if a.gain is None else latent * a.gain
     if a.rounding is not None:
         key, latent = rounded(key, a.rounding, "rope"), rounded(latent, a.rounding, "latent")
-    rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_projected(read, a.q_rope, a.q_rope_bias), positions), key)
+    rope = torch.einsum("bhtp,bsp->bhts", rotate(_projected(read, a.q_rope, a.q_rope_bias)), key)
     keys = torch.einsum("hdr,bsr->bhsd", a.up_k, latent)
     nope = torch.einsum("bhtd,bhsd->bhts", _projected(read, a.q_nope, a.q_nope_bias), keys)
     weights = _attention((nope + rope) * a.scale, a.scoring)

@@ -53,12 +53,7 @@ def decode(
     Raises:
         Refusal: `backend` is unknown or cannot serve this call, or the mask has another number of tokens.
     """
-    _check_mask(mask, latent.shape[-2])
-    check(backend)
     tensors = q_latent, q_rope, latent, k_rope, mask
-    if q_latent.shape[2] != 1:
-        _note("torch", None)
-        return torch_decode.decode(*tensors, scaling)
     return _serve(triton_decode.mla, triton_decode.latent_objection, torch_decode.decode, tensors, scaling, backend)
 
 
@@ -87,18 +82,8 @@ def decode_grouped(
     Raises:
         Refusal: As in `decode`.
     """
-    _check_mask(mask, keys.shape[2])
-    check(backend)
     tensors = query, keys, values, mask
     return _serve(triton_decode.gqa, triton_decode.grouped_objection, torch_decode.decode_grouped, tensors, scaling, backend)
-
-
-def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
-    if mask is not None and mask.shape[-1] != cached:
-        raise Refusal(
-            f"cannot attend with a mask over {mask.shape[-1]} tokens to a cache of {cached}: they must be as many",
-            "let transformers make the mask, or give one of shape [B, 1, T, S] over the whole cache",
-        )
 
 
 def _serve(
@@ -110,8 +95,15 @@ def _serve(
     backend: Backend,
 ) -> torch.Tensor:
     """Run a kernel, or the same in torch. `objection` says of `tensors` why the kernel cannot serve them, or None."""
+    query, *_, cached, mask = tensors
+    if mask is not None and mask.shape[-1] != cached.shape[-2]:
+        raise Refusal(
+            f"cannot attend with a mask over {mask.shape[-1]} tokens to a cache of {cached.shape[-2]}: they must be as many",
+            "let transformers make the mask, or give one of shape [B, 1, T, S] over the whole cache",
+        )
+    check(backend)
     warned = None
-    if backend == "triton" or (backend == "auto" and triton_decode.on_gpu(tensors[0])):
+    if query.shape[2] == 1 and (backend == "triton" or (backend == "auto" and triton_decode.on_gpu(query))):
         reason = objection(*tensors)
         if reason is None:
             _note("triton", None)

@@ -209,6 +209,8 @@ class _Attention(nn.Module):
             the config has it as an inner window.
     """
 
+    o_proj: nn.Linear
+
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
@@ -510,11 +512,10 @@ def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Modu
     return type(name, (attention, stock), {"__module__": __name__, "__reduce__": reduced})
 
 
-def _blank(attention: Any, stock: Any) -> nn.Module:
+def _blank(attention: Any, stock: Any) -> Any:
     """An attention of a class of `_grafted`, without state."""
     kind: Any = _grafted(attention, stock)
-    made: nn.Module = kind.__new__(kind)
-    return made
+    return kind.__new__(kind)
 
 
 def _graft(model: Any, config: KvfoldConfig, path: str) -> None:
@@ -555,13 +556,11 @@ class KvfoldModel(PreTrainedModel):  # type: ignore[misc]
         """The stock model."""
         return self.get_submodule(self.inner_name)
 
-    def get_input_embeddings(self) -> nn.Module:
-        found: nn.Module = self.inner.get_input_embeddings()
-        return found
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
 
-    def get_decoder(self) -> nn.Module:
-        found: nn.Module = self.inner
-        return found
+    def get_decoder(self) -> Any:
+        return self.inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock model."""

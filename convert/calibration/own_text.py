@@ -152,35 +152,32 @@ class Voice:
         return cls(start, ends, turns, known)
 
 
+@dataclass
 class _Row:
     """One row while it grows.
 
-    Args:
-        begins: Its first tokens.
+    Attributes:
+        forced: Its next tokens, whatever the model says.
         then: What follows each end of a text or a turn, in turns.
         ends: Tokens that end a text or a turn.
         drawn: The token that is meant where one is None, by a chance.
     """
 
-    def __init__(
-        self,
-        begins: Sequence[int | None],
-        then: Sequence[Sequence[int | None]],
-        ends: frozenset[int],
-        drawn: Callable[[float], int],
-    ) -> None:
-        self._forced, self._then, self._ends, self._drawn = deque(begins), deque(then), ends, drawn
+    forced: deque[int | None]
+    then: deque[Sequence[int | None]]
+    ends: frozenset[int]
+    drawn: Callable[[float], int]
 
     def next(self, sampled: int, chance: float) -> int:
         """The next token, where the model would say `sampled`."""
-        if self._forced:
-            forced = self._forced.popleft()
-            return self._drawn(chance) if forced is None else forced
-        if sampled in self._ends:
-            self._forced.extend(self._then[0])
-            self._then.rotate(-1)
-            if self._forced and self._forced[0] == sampled:  # a template writes the end of a turn, too
-                self._forced.popleft()
+        if self.forced:
+            forced = self.forced.popleft()
+            return self.drawn(chance) if forced is None else forced
+        if sampled in self.ends:
+            self.forced.extend(self.then[0])
+            self.then.rotate(-1)
+            if self.forced and self.forced[0] == sampled:  # a template writes the end of a turn, too
+                self.forced.popleft()
         return sampled
 
 
@@ -216,7 +213,9 @@ def own_text(
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
             few tokens.
     """
-    size, kept = _at_once(source, length, device), Shelf(directory, f"own-text-{seed}-{rows}x{length}")
+    kept = Shelf(directory, f"own-text-{seed}-{rows}x{length}")
+    cached = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
+    size = max(1, min(ROWS, int(_CACHES * whole_memory(device)) // cached))
     chances = torch.rand(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     parts = []
     with contextlib.ExitStack() as stack:
@@ -264,8 +263,8 @@ class _Writer:
         voice = self._voice
         turns = voice.turns if number % 2 else None
         if turns is None:
-            return _Row([voice.start], [(voice.start,)], voice.ends, self._drawn)
-        return _Row(turns.opening or [voice.start], (turns.answer, turns.reply), voice.ends, self._drawn)
+            return _Row(deque([voice.start]), deque([(voice.start,)]), voice.ends, self._drawn)
+        return _Row(deque(turns.opening or [voice.start]), deque((turns.answer, turns.reply)), voice.ends, self._drawn)
 
     def _drawn(self, chance: float) -> int:
         """A first token by its frequency in what the model writes."""
@@ -276,7 +275,7 @@ class _Writer:
         """Tokens by their frequency in what the model writes after tokens that are all as likely, `[n]`."""
         length = min(_PILOT, length)
         chances = torch.rand(_PILOT, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        rows = [_Row([None], [()], frozenset(), lambda chance: int(chance * self._voice.known)) for _ in chances]
+        rows = [_Row(deque([None]), deque(), frozenset(), lambda chance: int(chance * self._voice.known)) for _ in chances]
         return self._sampled(rows, chances)[:, length // 2 :].flatten()
 
     def _sampled(self, rows: list[_Row], chances: torch.Tensor) -> torch.Tensor:
@@ -295,12 +294,6 @@ def _next(rows: Sequence[_Row], sampled: Sequence[int], chances: torch.Tensor) -
     """The next token of each row `[n]`, where the model would say `sampled`."""
     each = zip(rows, sampled, chances.tolist(), strict=True)
     return torch.tensor([row.next(token, chance) for row, token, chance in each])
-
-
-def _at_once(source: Source, length: int, device: torch.device) -> int:
-    """Rows of a batch: as many as a part of the device's memory holds the cache of, but at least one."""
-    row = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
-    return max(1, min(ROWS, int(_CACHES * whole_memory(device)) // row))
 
 
 def _require_words(source: Source, ids: torch.Tensor, otherwise: str = _OTHERWISE) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -107,7 +107,7 @@ class LayerStream:
         tokens, ids = self.text.rows.unique(return_inverse=True)  # no others are read
         table = {"weight": mapped[tokens].float()}
         require_finite(self._embedding, table["weight"])
-        around = self._read(self._around())
+        around = self._around()
         with self._writing(0) as write:
             for rows in self._batches:
                 embedded = functional_call(embeddings, table, self.text.shaped(rows, ids[rows])).to(self.device)
@@ -146,7 +146,7 @@ class LayerStream:
         self.discard(but=layer)
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
-        tensors = self._read(self._within(layer), weights)
+        tensors = self._read(self._path(layer), weights=weights)
         with self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(len(self._batches)):
                 inputs = self.batch(layer, batch)
@@ -158,7 +158,7 @@ class LayerStream:
 
     def rest(self, layer: int) -> dict[str, torch.Tensor]:
         """The layer's tensors but those of its attention, for `run` and `read`."""
-        return self._read(self._within(layer, attention=False))
+        return self._read(self._path(layer), [self._paths.module(layer)])
 
     def run(
         self, layer: int, rest: Mapping[str, torch.Tensor], inputs: Inputs, weights: Mapping[str, torch.Tensor]
@@ -250,20 +250,14 @@ class LayerStream:
         """The path of the decoder layer."""
         return self._paths.module(layer).rpartition(".")[0]
 
-    def _within(self, layer: int, attention: bool = True) -> list[str]:
-        """The names of a layer's parameters, with or without those of its attention."""
-        found = _below(self._path(layer), self._tensors.names)
-        left_out = set() if attention else set(_below(self._paths.module(layer), found))
-        return [name for name in found if name not in left_out]
+    def _around(self) -> dict[str, torch.Tensor]:
+        """The tensors of the decoder besides its layers and the embedding: learned positions, norms, …"""
+        return self._read(self._layers.rpartition(".")[0], [self._layers, self._embedding])
 
-    def _around(self) -> list[str]:
-        """The parameters of the decoder besides its layers and the embedding: learned positions, norms, …"""
-        found = _below(self._layers.rpartition(".")[0], self._tensors.names)
-        left_out = {self._embedding, *_below(self._layers, found)}
-        return [name for name in found if name not in left_out]
-
-    def _read(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """These parameters and buffers, by their names in the model; fails if one is not finite."""
+    def _read(
+        self, path: str, others: Sequence[str] = (), weights: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Parameters and buffers inside a module but not inside others, by their names; fails if one is not finite."""
 
         def read(name: str) -> torch.Tensor:
             tensor = weights[name] if weights and name in weights else self._weights[name]
@@ -272,7 +266,8 @@ class LayerStream:
 
         own, buffers = self._model.state_dict(), dict(self._model.named_buffers())
         # The class computes buffers that the checkpoint lacks.
-        found = [name for name in names if name not in buffers or name not in self._tensors.missing]
+        there = (name for name in self._tensors.names if name not in buffers or name not in self._tensors.missing)
+        found = [name for name in there if _is_inside(name, path) and not any(_is_inside(name, other) for other in others)]
         return {name: self._tensors.tensor(name, read).to(self.device, own[name].dtype) for name in found}
 
     def _called(self, path: str, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +297,7 @@ class LayerStream:
         if key not in self._arguments:  # they depend only on the shape and on positions
             width = self._model.get_parameter(self._embedding).shape[1]
             with torch.no_grad():
-                calls = self._calls(hidden.new_zeros(*positions.shape, width), positions, self._read(self._around()))
+                calls = self._calls(hidden.new_zeros(*positions.shape, width), positions, self._around())
             if len(self._arguments) == _KNOWN:
                 del self._arguments[next(iter(self._arguments))]
             self._arguments[key] = [call._replace(hidden=hidden.new_empty(0)) for call in calls]
@@ -333,7 +328,7 @@ class LayerStream:
             return calls
         finally:
             for module in layers:
-                del module.forward
+                vars(module).pop("forward", None)
         raise AssertionError(f"{type(self._model).__name__} called {len(calls)} of {len(layers)} layers")
 
 
@@ -359,9 +354,9 @@ class Inputs(NamedTuple):
     positions: torch.Tensor
 
 
-def _below(path: str, names: Iterable[str]) -> list[str]:
-    """The names within the module at `path`."""
-    return [name for name in names if not path or name.startswith(f"{path}.")]
+def _is_inside(name: str, path: str) -> bool:
+    """Whether a name is that of a module, or of something in it."""
+    return not path or f"{name}.".startswith(f"{path}.")
 
 
 class _EnoughError(Exception):

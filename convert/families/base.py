@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention import rope
 from attention.qk_norm import NormForm
-from attention.record import Record
+from attention.record import Record, Scoring
 from attention.rope import Rotary
-from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.names import LLAMA, NameTable, Place
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
@@ -91,7 +91,7 @@ class KvfoldProjections(Family):
             local = _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
-            local |= _join_projected(record.projections)
+            local |= _join_projected(record.projections.source)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
@@ -122,10 +122,10 @@ class KvfoldProjections(Family):
         return float(self.config.scaling)
 
 
-def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
-    """Projections and their norms, also of a record that has these itself."""
-    local = join_heads(p)
-    for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
+def _join_projected(a: Attention) -> dict[str, torch.Tensor]:
+    """Projections and their norms."""
+    local = join_heads(a)
+    for name, norm in (("q_norm", a.q_norm), ("k_norm", a.k_norm)):
         if norm is not None:
             local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
     return local

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attention.record import Attention, FactoredAttention, HeadProjections
+from attention.record import Attention, FactoredAttention
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def join_projections(a: Attention, names: Sequence[str] = NAMES) -> dict[str, to
     return local if a.o_bias is None else local | {f"{o_name}.bias": a.o_bias}
 
 
-def join_heads(a: Attention | HeadProjections, names: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
+def join_heads(a: Attention, names: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
     """The projections of queries, keys and values, with the heads stacked in their output rows."""
     local = {f"{name}.weight": rows.flatten(0, 1) for name, rows in zip(names, (a.q, a.k, a.v), strict=True)}
     biases = zip(names, (a.q_bias, a.k_bias, a.v_bias), strict=True)

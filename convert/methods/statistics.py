@@ -171,10 +171,10 @@ def _expected(projections: HeadProjections, moment: torch.Tensor) -> tuple[torch
         projections: What normalises or clamps.
         moment: `[E + 1, E + 1]`, of (x, 1).
     """
-    p = projections
-    queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
-    queries, keys = expected_rows(queries, p.q_norm, moment)[0], expected_rows(keys, p.k_norm, moment)[0]
-    queries, keys, values = (_clamped(rows, p.clip, moment) for rows in (queries, keys, values))
+    a = projections.source
+    queries, keys, values = (augmented(*part) for part in ((a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)))
+    queries, keys = expected_rows(queries, a.q_norm, moment)[0], expected_rows(keys, a.k_norm, moment)[0]
+    queries, keys, values = (_clamped(rows, projections.clip, moment) for rows in (queries, keys, values))
     return queries, torch.cat((keys, values)).flatten(0, 1)
 
 
@@ -233,6 +233,6 @@ def _shrunk(covariance: torch.Tensor, tokens: int, towards: torch.Tensor | None)
 
 def _expected_correlations(projections: HeadProjections) -> torch.Tensor:
     """`[n, n]` fp64, between the keys and values of white inputs."""
-    white = torch.eye(projections.width + 1, dtype=torch.float64, device=projections.k.device)
+    white = torch.eye(projections.width + 1, dtype=torch.float64, device=projections.source.k.device)
     rows = torch.nn.functional.normalize(_expected(projections, white)[1][:, :-1], dim=1)
     return rows @ rows.T

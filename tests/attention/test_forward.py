@@ -11,9 +11,8 @@ from records import block_of, blocks_of, factored, factored_behind_norms, inputs
 from attention.formats import FORMATS
 from attention.forward import Block, attention_output, attention_received, heads_of, output_error, values_of
 from attention.qk_norm import QKNorm
-from attention.record import Attention, Record
+from attention.record import Attention, Record, Scoring
 from attention.rope import Rotary
-from attention.scoring import Scoring
 from convert.methods.distances import attention_by_distance
 
 SLOPED, CAPPED = Scoring((0.5, 0.25, 0.1, 0.02)), Scoring(window=5, softcap=0.4)

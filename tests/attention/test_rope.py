@@ -77,7 +77,7 @@ def test_turning_multiplies_the_complex_view_by_a_phase(
     pairing: Pairing, pairs: int, rest: int, position: int, seed: int
 ) -> None:
     rotation, rows = rotary(pairs, pairing), random(3, 2 * pairs + rest, seed=seed)
-    rotated = rotation.rotate(rows[:, None], torch.tensor([position]))[:, 0]
+    rotated = rotation.rotation(torch.tensor([position]), rows.dtype)(rows[:, None])[:, 0]
     numbers, nope = rotation.to_complex(rows)
     expected = rotation.from_complex(numbers * torch.exp(1j * rotation.frequencies * position), nope)
     torch.testing.assert_close(rotated, expected, rtol=1e-11, atol=1e-11)
@@ -91,8 +91,8 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
     assert chosen.frequencies.tolist() == [whole.frequencies[pair] for pair in pairs]
     states = random(2, 10, 6)
     numbers, _ = whole.to_complex(states)
-    rotated = whole.to_complex(whole.rotate(states.mT, positions).mT)[0][:, pairs]
-    found = chosen.rotate(chosen.from_complex(numbers[:, pairs]).mT, positions).mT
+    rotated = whole.to_complex(whole.rotation(positions, states.dtype)(states.mT).mT)[0][:, pairs]
+    found = chosen.rotation(positions, states.dtype)(chosen.from_complex(numbers[:, pairs]).mT).mT
     torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], rotated, rtol=1e-11, atol=1e-11)
 
 
@@ -105,9 +105,9 @@ def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     q, positions = random(1, 2, length, 8).float(), torch.arange(length)
     expected, _ = apply_rotary_pos_emb(q, q, *LlamaRotaryEmbedding(config)(q, positions[None]))
     ours = from_config(config, 8)
-    torch.testing.assert_close(ours.rotate(q, positions), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.rotation(positions, q.dtype)(q), expected, rtol=1e-5, atol=1e-5)
     fixed = Rotary(ours.long_frequencies if length <= 32 else ours.frequencies, "half", ours.attention_factor)
-    assert not torch.allclose(fixed.rotate(q, positions), expected, atol=1e-2), "the two lists have to differ"
+    assert not torch.allclose(fixed.rotation(positions, q.dtype)(q), expected, atol=1e-2), "the two lists have to differ"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention import rope
-from attention.scoring import Scoring
+from attention.record import Scoring
 from convert.families.base import SOFTCAP, Traits
 from convert.families.heads import Projections
 from convert.families.reading.twin import kinds

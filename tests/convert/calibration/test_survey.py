@@ -16,8 +16,7 @@ from streams import WINDOWS, InMemory, model_of, of_blocks, records_of, seen_by,
 from tiny_mla import tokens
 
 from attention.errors import Failure
-from attention.record import Attention
-from attention.scoring import PLAIN, Scoring
+from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, _CopyingSums, _repetitions, survey
 from convert.checkpoint.shelf import Shelf
@@ -37,7 +36,7 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
         if a.q_bias is not None and a.k_bias is not None:
             rows, keys = rows + a.q_bias.double()[:, None], keys + a.k_bias.double()[:, None]
         if a.rotary is not None:
-            rows, keys = (a.rotary.rotate(part, positions) for part in (rows, keys))
+            rows, keys = (a.rotary.rotation(positions, part.dtype)(part) for part in (rows, keys))
         for h in range(len(rows)):
             for t in range(len(block)):
                 seen = slice(max(0, t + 1 - (a.scoring.window or t + 1)), t + 1)

@@ -8,7 +8,7 @@ import torch
 from records import block_of, inputs, measured, record
 
 from attention.forward import Block
-from attention.scoring import Scoring
+from attention.record import Scoring
 from convert.methods.blocks import Blocks
 from convert.methods.distances import attention_by_distance, mass_of
 from convert.methods.statistics import Statistics

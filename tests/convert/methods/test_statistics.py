@@ -99,7 +99,7 @@ def test_without_text_clamped_keys_are_those_of_normal_numbers(clip: float) -> N
     projections = record(1, 2, pairs=10, width=40, biased=False).on_projected_inputs(clip).projections
     known, x = Statistics.assumed(40), random(1, 4000, 40, seed=3)
     found, drawn = known.behind(projections), measured_behind(projections, x).second
-    rows = torch.cat((projections.k, projections.v)).flatten(0, 1).double()
+    rows = torch.cat((projections.source.k, projections.source.v)).flatten(0, 1).double()
     correlated = projections(x)[1][0].double().T @ (x[0].double() @ rows.T) / 4000  # E[clamp(y) yᵀ] = s E[y yᵀ]
     kept = (found.second.diagonal() / (rows @ rows.T).diagonal()).sqrt()
     expected = kept[:, None] * (rows @ rows.T)
