@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import latent_attention
 from transformers import AutoModelForCausalLM
 
 from attention.record import FactoredAttention
+from attention.reference import latent_attention
 from convert.families.neutral import constants
 from convert.methods import LATENT
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from reference import grouped_attention, latent_attention
 
 from attention.forward import Block
 from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record, Scoring
+from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Attended, Statistics

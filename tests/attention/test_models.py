@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from reference import grouped_attention
 from tiny import tiny_config
 from tiny_mla import checkpoint_activations, error, logits, padding, tokens
 from transformers import AutoModelForCausalLM, StaticCache
@@ -26,6 +25,7 @@ from attention.grouped import is_packed
 from attention.models import modeling_kvfold
 from attention.models.configuration_kvfold import KvfoldConfig
 from attention.record import Scoring
+from attention.reference import grouped_attention
 from convert.families import FAMILIES
 from convert.families.kvfold import around
 from convert.families.projections import split_projections

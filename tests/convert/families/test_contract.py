@@ -13,10 +13,10 @@ import torch
 from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import grouped_attention
 from rows import REPRESENTATIVES, rows
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
+from attention.reference import grouped_attention
 from convert.calibration.stream import positioned
 from convert.families import FAMILIES, Family
 from convert.families.rows import ROWS

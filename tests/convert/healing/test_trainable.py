@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from records import factored
-from reference import latent_attention
 from tiny import random_model, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
+from attention.reference import latent_attention
 from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
 from convert.healing.plan import named

@@ -15,7 +15,16 @@ from attention.record import Attention, FactoredAttention, Scoring
 
 
 def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Tensor:
-    """Causal self-attention of `x [B, T, E]` from position `start` on: softmax(scale · q kᵀ, sink) (v, 0), projected by `o`."""
+    """Causal self-attention over one full sequence: softmax(scale · q kᵀ, sink) (v, 0), projected by `o`.
+
+    Args:
+        x: `[B, T, E]`, the normalised input of the block.
+        a: The attention, whose tensors have the dtype of x.
+        start: The position of the first token.
+
+    Returns:
+        `[B, T, E]`.
+    """
     read, x = (x, x) if a.projections is None else a.projections(x)
     queries, keys, values = _projected(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
     positions = start + torch.arange(x.shape[1], device=x.device)
@@ -39,10 +48,18 @@ def grouped_attention(x: torch.Tensor, a: Attention, start: int = 0) -> torch.Te
 
 
 def latent_attention(x: torch.Tensor, a: FactoredAttention, start: int = 0) -> torch.Tensor:
-    """Causal multi-head latent attention of `x [B, T, E]` from position `start` on (DeepSeek-V2, arXiv 2405.04434).
+    """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434).
 
     The latent of token s is c_s = down x_s, divided by its norm only where the record says so; head h scores it with q_nopeᵀ
     up_k c_s plus the rotated q_ropeᵀ k_rope, and reads up_v c_s.
+
+    Args:
+        x: `[B, T, E]`, the normalised input of the block.
+        a: The attention, whose tensors have the dtype of x.
+        start: The position of the first token.
+
+    Returns:
+        `[B, T, E]`.
     """
     rotate = a.rotary.rotation(start + torch.arange(x.shape[1], device=x.device), x.dtype)
     read, x = (x, x) if a.projections is None else a.projections(x)
