@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factoring import PAIRINGS, every_pair, factor, full_rank, turned_copies, unturning
-from records import inputs, loss, record
+from records import PAIRINGS, every_pair, factor, full_rank, inputs, loss, record, turned_copies, unturning
 
 from attention.rope import Pairing, Rotary
 from convert.methods.latent import Allocation

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from factoring import energies, factor, full_rank, turned_copies, unturning
-from records import loss, random, record
+from records import energies, factor, full_rank, loss, random, record, turned_copies, unturning
 
 from convert.methods.latent import Allocation
 

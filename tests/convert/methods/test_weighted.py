@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from factoring import energies, every_pair, factor, full_rank
-from records import blocks_of, inputs, loss, measured, random, record
+from records import blocks_of, energies, every_pair, factor, full_rank, inputs, loss, measured, random, record
 
 from attention.forward import attention_output
 from convert.methods import load_latent
