@@ -18,7 +18,7 @@ PACES = 0.01, 0.002  # seconds of a token in a step and in a measurement
 
 
 def test_a_time_is_as_many_tokens_as_it_takes(
-    converted: Path, text: Path, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "_paces", lambda plan, module: PACES)
     given = {"text": text, "dry_run": True, "context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3}
