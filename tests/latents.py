@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from attention.record import FactoredAttention
 from attention.reference import latent_attention
@@ -57,12 +58,6 @@ def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 
 def logits_of(path: Path, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(ids).logits
-
-
-def tokens(length: int, batch: int = 2) -> torch.Tensor:
-    return torch.randint(4, 96, (batch, length), generator=torch.Generator().manual_seed(1))

@@ -44,7 +44,6 @@ def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: i
 def test_a_sink_is_one_more_token_of_no_value() -> None:
     """Its key is such that every query of a head meets the head's sink; torch has it as the first of the tokens."""
     a, x = record(2, 2, 0, 6, WIDTH, biased=False, sinks=True), inputs(WIDTH, 7).double()
-    assert a.sinks is not None
     sinks = a.sinks.double()[:, None, None].expand(2, 4, 7, 1)
     meets = torch.cat((projected(a, "q", x), sinks / a.scale), -1)
     keys = torch.nn.functional.pad(projected(a, "k", x), (0, 1)).repeat_interleave(2, 1)

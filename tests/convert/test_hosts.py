@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from held import Row, full, latent_of, said, sized, small, stock
-from latents import method_options, same_logits, tokens
+from latents import method_options, same_logits
 from rows import rows
 from tiny import ROPES
-from tiny_mla import logits
+from tiny_mla import logits, tokens
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from written import Convert, Make, edit, left_nothing, ok, refused, weights
@@ -67,7 +67,7 @@ def test_attention_functions_are_told_the_window(model_type: str, checkpoint: Ma
     for path in (source, tmp_path / "out"):
         model = stock(path)
         model.set_attn_implementation("spying")
-        said(model, tokens(12))
+        said(model, tokens(2, 12))
     assert told[:3] == told[3:]
     assert (7, None) in told
 
@@ -80,7 +80,7 @@ def test_attention_functions_are_told_the_cap(checkpoint: Make, convert: Convert
         model = opened(tmp_path / "out")
         model.set_attn_implementation("capping")
         with torch.inference_mode():
-            model.generate(tokens(12), max_new_tokens=3, do_sample=False)
+            model.generate(tokens(2, 12), max_new_tokens=3, do_sample=False)
         assert [cap for _, cap in told] == [0.5] * 9, "three layers, three steps"
         told.clear()
     with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
@@ -105,7 +105,7 @@ def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make,
 
 def test_windows_count_alike_in_plans_cards_and_caches(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """A latent of kvfold's class; also absorbed, and in int8, of which layers with windows forget as much."""
-    source, ids = made(checkpoint, "gemma3_text"), tokens(40)
+    source, ids = made(checkpoint, "gemma3_text"), tokens(2, 40)
     done = json.loads(ok(convert("mla", source, tmp_path / "out", *small(latent_of("gemma3_text")), "--json")).stdout)
     row = (24 + 4) * 4
     held = {"before": (2 * 6 + 128) * 2 * 32 * 4 / 128, "after": (2 * 6 + 128) * row / 128, "cache_dtype": "float32"}
@@ -141,7 +141,7 @@ def test_refinement_leaves_projections_and_norms_of_the_source(
     source = made(checkpoint, model_type, **({} if model_type == "gpt2" else {"num_key_value_heads": 2}))
     options = [*small(latent_of(model_type)), *method_options("weighted with text", words), "--refine", 2]
     ok(convert("mla", source, tmp_path / "out", *options))
-    assert torch.isfinite(said(load(tmp_path / "out"), tokens(20))).all()
+    assert torch.isfinite(said(load(tmp_path / "out"), tokens(2, 20))).all()
     before, after = weights(source), weights(tmp_path / "out")
     kept = [
         name for name in before if "layernorm" in name or "_norm" in name or name.endswith(("k_proj.weight", "v_proj.weight"))
@@ -158,7 +158,7 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
     source = checkpoint("llama", mlp_bias=True, rope_parameters=ROPES[kind], max_position_embeddings=32)
     ok(convert("mla", source, tmp_path / "out", *full(source, Row("llama", MODEL_TYPE))))
     for length in (12, 60):
-        same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
+        same_logits(said(stock(tmp_path / "out"), tokens(2, length)), said(stock(source), tokens(2, length)))
 
 
 @pytest.mark.parametrize(

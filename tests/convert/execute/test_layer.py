@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from latents import SMALL, full_size, logits_of, method_options, same_logits, tokens, tolerance
+from latents import SMALL, full_size, logits_of, method_options, same_logits, tolerance
 from rows import rows
 from safetensors.torch import save_file
 from tiny import ROPES, SWITCHES, saved
-from tiny_mla import mla_model
+from tiny_mla import mla_model, tokens
 from transformers import AutoModelForCausalLM
 from written import Convert, Find, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, read, refused, weights
 
@@ -116,7 +116,7 @@ def test_full_size_is_exact(method: str, case: str, checkpoint: Make, convert: C
         refused(convert("mla", source, out, "--kv-lora-rank", 66, *size[2:], "--method", "svd"), 2, "use --kv-lora-rank 65")
     said = ok(convert("mla", source, out, *size, *method_options(method, words))).stdout
     for length in (12, 100):  # before and beyond original_max_position_embeddings
-        same_logits(logits_of(out, tokens(length)), logits_of(source, tokens(length)), tolerance(method))
+        same_logits(logits_of(out, tokens(2, length)), logits_of(source, tokens(2, length)), tolerance(method))
     found, config = weights(out), read(out / "config.json")
     assert ("lm_head.weight" in found) == ("lm_head.weight" in weights(source))
     assert config["rope_parameters"]["rope_type"] == "longrope" or dim == 80, "components of each frequency are no plain stride"
@@ -162,16 +162,16 @@ def test_float16_runs_in_the_stock_class(
     source = damage(checkpoint(model_type), lambda tensors: with_gains(tensors, gain))
     save_file({name: tensor.half() for name, tensor in weights(source).items()}, source / "model.safetensors")
     edit(source, dtype="float16")
-    expected, found = logits_of(source, tokens(24)), dict[str, dict[str, torch.Tensor]]()
+    expected, found = logits_of(source, tokens(2, 24)), dict[str, dict[str, torch.Tensor]]()
     for dtype, rounding in ((None, 0.005), ("float32", 0.005), ("bfloat16", 0.05)):
         out = tmp_path / str(dtype)
         ok(convert("mla", source, out, *full_size(4, 8), *(["--dtype", dtype] if dtype else [])))
-        half = logits_of(out, tokens(24), torch.float16).float()
+        half = logits_of(out, tokens(2, 24), torch.float16).float()
         assert float((half - expected).abs().mean()) < rounding * float(expected.abs().mean()), dtype
         assert read(out / "config.json")["dtype"] == (dtype or "float16")
         assert {tensor.dtype for tensor in weights(out).values()} == {getattr(torch, dtype or "float16")}
         found[str(dtype)] = weights(out)
-    same_logits(logits_of(tmp_path / "float32", tokens(24)), expected)
+    same_logits(logits_of(tmp_path / "float32", tokens(2, 24)), expected)
     wide = found["float32"]
     assert all(torch.equal(found["bfloat16"][name], wide[name].bfloat16()) for name in wide)
 
@@ -200,8 +200,8 @@ def test_the_live_cache_is_what_the_config_says(name: str, held: int, finished: 
     assert spec.values_per_token == 3 * held
     for running in (model, load(made.path, dtype=torch.float32, when="always").eval()):
         with torch.inference_mode():
-            cache = running(tokens(10)).past_key_values
-            layers = running(tokens(1), past_key_values=cache).past_key_values.layers
+            cache = running(tokens(2, 10)).past_key_values
+            layers = running(tokens(2, 1), past_key_values=cache).past_key_values.layers
         assert sum(part.nbytes for layer in layers for part in (layer.keys, layer.values)) == 2 * 11 * 3 * held * 4
     assert made.provenance["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32") == 3 * held * 4
 

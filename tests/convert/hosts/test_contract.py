@@ -17,9 +17,10 @@ import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
 from held import IGNORING, NO_ROPE, Row, config_of, full, latent_of, said, small, stock
-from latents import WAYS, method_options, same_logits, tokens, tolerance
+from latents import WAYS, method_options, same_logits, tolerance
 from rows import rows
 from tiny import tiny_config
+from tiny_mla import tokens
 from transformers import AutoModelForCausalLM
 from written import Convert, Make, is_a_copy, left_nothing, ok, weights
 
@@ -123,7 +124,7 @@ ELSEWHERE = [name for name, row in HEADS.items() if row.holds != row.model_type]
 
 def exact_logits(path: Path, row: Row) -> torch.Tensor:
     """In fp64 by sdpa, as eager attention has its softmax in fp32; else in fp32."""
-    ids = tokens(24)
+    ids = tokens(2, 24)
     if row.tolerance <= 1e-6:
         return said(stock(path, dtype=torch.float64), ids)
     return said(stock(path, dtype=torch.float32, attn_implementation="eager"), ids)
@@ -153,7 +154,7 @@ def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Conv
     planned = bytes_planned(convert, "gqa", source, tmp_path / "out", ("--groups", row.groups, *options, *kind))
     if "sliding_window" not in row.changes:  # such layers forget
         assert measured_bytes_per_token(model, "float32") == planned
-    ids = tokens(20)
+    ids = tokens(2, 20)
     assert model(ids).past_key_values.layers[-1].keys.shape[1] == row.groups
     decodes_alike(model, ids, static=row.holds != "falcon")
     model.save_pretrained(tmp_path / "again")
@@ -196,7 +197,7 @@ def test_heads_behind_a_norm_or_a_clamp_are_a_source(name: str, made: Made, conv
     _, out = made(HEADS[name], "heads")
     assert json.loads((out / "conversion.json").read_text())["recipe"]["gqa"]["class"] == "kvfold"
     ok(convert("mqa", out, tmp_path / "one", "--method", "mean"))
-    assert torch.isfinite(said(stock(tmp_path / "one"), tokens(20))).all()
+    assert torch.isfinite(said(stock(tmp_path / "one"), tokens(2, 20))).all()
 
 
 # ---- a latent --------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_full_size_gives_the_sources_logits(method: str, name: str, made: Made) 
         assert config["text_config"]["model_type"] == INSIDE.get(row.model_type, row.model_type)
         assert bool(config.get("qk_norm")) == (name.endswith("QK-norm") or row.model_type in ALWAYS_NORMALISED)
         assert config.get("clip_qkv") == (0.5 if name.endswith("clipped") else None)
-    ids = tokens(20)  # beyond the windows and the positions that YARN was made for
+    ids = tokens(2, 20)  # beyond the windows and the positions that YARN was made for
     expected = said(stock(source), ids)
     same_logits(said(stock(out), ids), expected, tolerance(method))
     same_logits(said(load(out, when="always"), ids), expected, tolerance(method))
@@ -277,7 +278,7 @@ def test_small_sizes_run_alike_in_every_way(name: str, made: Made, convert: Conv
     if "sliding_window" not in row.changes:  # such layers forget
         assert planned == 3 * (24 + (0 if row.model_type in NO_ROPE else 4)) * 4
         assert measured_bytes_per_token(absorbed, "float32") == measured_bytes_per_token(plain, "float32") == planned
-    ids = tokens(12)
+    ids = tokens(2, 12)
     expected = said(plain, ids)
     same_logits(said(absorbed, ids), expected)
     eager = load(out, attn_implementation="eager")
@@ -298,7 +299,7 @@ HALVED = ("bloom", "falcon", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mi
 @pytest.mark.parametrize("name", rows(HALVED, ["gpt_neo", "gpt_neox", "mpt"]))
 def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
     source, out = made(LATENTS[name], "bfloat16")
-    ids, dtype = tokens(12), {"dtype": torch.bfloat16}
+    ids, dtype = tokens(2, 12), {"dtype": torch.bfloat16}
     exact, half = said(stock(source), ids), said(stock(source, **dtype), ids)
 
     def error(found: torch.Tensor) -> float:
@@ -318,7 +319,7 @@ SOURCES = [name for name in LATENTS if name not in ("gemma3_text", "olmo3")]
 @pytest.mark.parametrize("name", rows(SOURCES, ["codegen", "mpt, clipped", "gemma as minicpm3, biases"]))
 def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: Path) -> None:
     """Of smaller latents, as the source is; a latent of its own size is a copy."""
-    row, ids = LATENTS[name], tokens(20)
+    row, ids = LATENTS[name], tokens(2, 20)
     source, out = made(row, "svd")
     ok(convert("mla", out, tmp_path / "less", *small(row), "--method", "svd"))
     assert torch.isfinite(said(load(tmp_path / "less"), ids)).all()

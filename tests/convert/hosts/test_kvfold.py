@@ -12,10 +12,11 @@ import pytest
 import torch
 from alike import decodes_alike
 from held import BEHIND, IGNORING
-from latents import same_logits, tokens
+from latents import same_logits
 from rows import rows
 from safetensors.torch import save_file
 from tiny import ROPES, SWITCHES, switched, tiny_config
+from tiny_mla import tokens
 from transformers import AutoModelForCausalLM
 from written import Convert, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, weights
 
@@ -146,7 +147,7 @@ def test_windows_inside_attention_are_kept(
     again = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    decodes_alike(model, tokens(20))
+    decodes_alike(model, tokens(2, 20))
 
 
 @pytest.mark.parametrize(
@@ -266,10 +267,10 @@ def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(
     whole = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd", "--no-text")
     ok(convert("mla", source, tmp_path / "out", *whole))
     before, after = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "out"))
-    ids, asked = tokens(25, 1), {"max_new_tokens": 20, "do_sample": False}
+    ids, asked = tokens(1, 25), {"max_new_tokens": 20, "do_sample": False}
     with torch.inference_mode():
         for length in (32, 33, 60):
-            torch.testing.assert_close(after(tokens(length)).logits, before(tokens(length)).logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(after(tokens(2, length)).logits, before(tokens(2, length)).logits, rtol=1e-4, atol=1e-4)
         for cached in (True, False):  # transformers 5.19 itself loses the thread where it computes the cache anew
             said = before.generate(ids, use_cache=cached, **asked)
             assert torch.equal(after.generate(ids, use_cache=cached, **asked), said)

@@ -13,8 +13,9 @@ from alike import decodes_alike
 from held import config_of, said, stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latents import same_logits, tokens
+from latents import same_logits
 from tiny import tiny_config
+from tiny_mla import tokens
 from written import Convert, Make, damage, edit, left_nothing, ok, read, refused, weights
 
 from attention import load
@@ -127,7 +128,7 @@ def test_results_run_alike_in_every_way(
     assert len(ranks) == 3
     assert sum(ranks) <= 36
     assert len(set(ranks)) > 1, "this seed's layers differ"
-    plain, absorbed, ids = stock(tmp_path / "out"), load(tmp_path / "out", when="always"), tokens(12)
+    plain, absorbed, ids = stock(tmp_path / "out"), load(tmp_path / "out", when="always"), tokens(2, 12)
     assert [module.kv_lora_rank for module in absorbed.modules() if is_absorbed(module)] == ranks
     same_logits(said(absorbed, ids), said(plain, ids))
     assert torch.equal(decodes_alike(plain, ids), decodes_alike(absorbed, ids))

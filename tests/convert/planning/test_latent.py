@@ -23,13 +23,6 @@ def target(*args: Any, **size: Any) -> LatentTarget:
     return factored(*args, **size).target
 
 
-def refused(*args: Any, **size: Any) -> Refusal:
-    with pytest.raises(Refusal) as caught:
-        factored(*args, **size)
-    assert "\n" not in str(caught.value)
-    return caught.value
-
-
 # ---- sources with KV heads -----------------------------------------------------------------------------------------
 
 
@@ -167,8 +160,9 @@ def test_a_budget_is_counted_in_the_format(form: str | None, share: float, sourc
 def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept: int, source: Sources, output: Output) -> None:
     spec = factored(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
     assert spec.bytes_per_token(form) <= kept
-    refusal = refused(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
-    least = int(str(refusal.hint).split()[3])
+    with pytest.raises(Refusal) as caught:
+        factored(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
+    least = int(str(caught.value.hint).split()[3])
     assert 30 < least <= spec.bytes_per_token(form)
     factored(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
 

@@ -71,7 +71,6 @@ def test_a_wrong_slope_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_frequencies_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     twin, row = Twin(tiny_config("llama")), FAMILIES["llama"]
     right = row.of(twin.config).rotary(0)
-    assert right is not None
     monkeypatch.setattr(SeparateProjections, "rotary", lambda self, layer: Rotary(right.frequencies * 1.01))
     assert disproof(row, twin) is not None
 
