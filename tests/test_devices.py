@@ -1,4 +1,7 @@
-"""Attention, methods, surveys and fits on fake CUDA tensors: weights are on the GPU, and statistics come from the disk."""
+"""Attention, methods, surveys and fits on fake CUDA tensors, of which no operation takes one on a CPU.
+
+Weights are on the GPU, and statistics come from the disk.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,37 @@ SEEN: dict[str, Record] = {
 def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights on the fake GPU are of a class of their own, like quantised ones, which absorbed decoding leaves alone."""
     monkeypatch.setattr("attention.latent.is_plain", lambda module: True)
+
+
+MIXED: dict[str, Callable[..., Any]] = {
+    "add": lambda gpu, cpu: gpu + cpu,
+    "products": lambda gpu, cpu: torch.linalg.multi_dot([gpu, cpu, gpu]),
+    "einsum": lambda gpu, cpu: torch.einsum("ij,jk->ik", gpu, cpu),
+    "cat": lambda gpu, cpu: torch.cat((gpu, cpu)),
+    "gather": lambda gpu, cpu: gpu.gather(0, cpu.long()),
+    "index": lambda gpu, cpu: cpu[gpu[0].long()],
+    "index assigned": lambda gpu, cpu: gpu.__setitem__([0, 1], cpu[:2]),
+    "solve": lambda gpu, cpu: torch.linalg.solve(gpu, cpu),
+    "attention": lambda gpu, cpu: torch.nn.functional.scaled_dot_product_attention(gpu[None], cpu[None], gpu[None]),
+    "compared": lambda gpu, cpu: torch.equal(gpu, cpu),
+    "generator": lambda gpu, cpu: torch.randn(3, device=gpu.device, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("operation", MIXED.values(), ids=MIXED)
+def test_a_meeting_of_devices_is_refused(operation: Callable[..., Any]) -> None:
+    with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
+        operation(torch.ones(4, 4).to(GPU), torch.ones(4, 4))
+
+
+def test_values_are_made_up_on_the_gpu_alone() -> None:
+    with fake_gpu([True, False]):
+        gpu, cpu = torch.ones(3).to(GPU), torch.tensor([0.25, 0.5])
+        assert (float(cpu[0]), cpu.tolist(), bool((cpu > 0).all())) == (0.25, [0.25, 0.5], True)
+        assert (bool((gpu > 0).all()), bool(gpu.any()), int(gpu.argmax())) == (True, False, 1)
+        first, second = float(gpu[1]), float(gpu.sum())
+        assert 0 < second < first
+        assert torch.equal(gpu.double().cpu(), torch.zeros(3).double())
 
 
 @pytest.mark.parametrize("a", SEEN.values(), ids=SEEN)

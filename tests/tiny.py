@@ -50,15 +50,8 @@ NORMED: dict[str, Any] = {
 }  # fmt: skip
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
 SWITCHES = (
-    "attention_bias",
-    "bias",
-    "use_bias",
-    "use_qkv_bias",
-    "qkv_bias",
-    "attention_out_bias",
-    "qk_layernorm",
-    "use_qk_norm",
-)
+    "attention_bias", "bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm",
+)  # fmt: skip
 # In these the class does more than the record says (soft-capped logits), as `beyond` declares.
 _UNLIKE = {"gemma2": {"attn_logit_softcapping": None}, "vaultgemma": {"attn_logit_softcapping": None}}
 
@@ -82,14 +75,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
-        own = {
-            "ffn_dim": 32,
-            "n_inner": 32,
-            "ffn_hidden_size": 32,
-            "rotary_dim": 4,
-            "multi_query": False,
-            "n_head": values["num_attention_heads"],
-        }
+        own = dict.fromkeys(("ffn_dim", "n_inner", "ffn_hidden_size"), 32)
+        own |= {"rotary_dim": 4, "multi_query": False, "n_head": values["num_attention_heads"]}
         kinds = {"attention_types": [[["local"], 1], [["global"], values["num_hidden_layers"] - 1]]}
         values = own | (kinds if model_type == "gpt_neo" else {}) | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":

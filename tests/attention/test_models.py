@@ -31,16 +31,7 @@ from convert.families.kvfold import around
 from convert.families.projections import split_projections
 
 LENGTH = 30
-PATHS = {
-    "gpt_neox": "gpt_neox.layers.{layer}.attention",
-    "gpt2": "transformer.h.{layer}.attn",
-    "opt": "model.decoder.layers.{layer}.self_attn",
-    "gpt_bigcode": "transformer.h.{layer}.attn",
-    "biogpt": "biogpt.layers.{layer}.self_attn",
-    "gpt_neo": "transformer.h.{layer}.attn",
-    "xglm": "model.layers.{layer}.self_attn",
-}
-WITH_SDPA = [name for name in PATHS if name not in ("gpt_neo", "xglm")]
+WITH_SDPA = ("gpt_neox", "gpt2", "opt", "gpt_bigcode", "biogpt")
 WINDOWS: list[int | None] = [4, None, 7]
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
@@ -66,8 +57,8 @@ def own_model(
 ) -> Any:
     inner = tiny_config(model_type, **changes)
     inner.num_key_value_heads = kv_heads
-    biased = getattr(inner, "attention_bias", True)
-    sizes = {"attention_path": PATHS[model_type], "qkv_bias": biased, "o_bias": biased, "inner_windows": windows}
+    biased, path = getattr(inner, "attention_bias", True), FAMILIES[model_type].attention_path
+    sizes = {"attention_path": path, "qkv_bias": biased, "o_bias": biased, "inner_windows": windows}
     config = KvfoldConfig(text_config=inner, scaling=0.3, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(0)

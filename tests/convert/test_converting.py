@@ -86,7 +86,7 @@ def test_a_result_for_a_format_is_an_ordinary_checkpoint_that_says_so(finished: 
     assert "with its cache in int4" in made.stdout
 
 
-def test_models_without_a_format_are_evaluated_without_it(shelf: Make, finished: Find, warned: Callable[[], list[str]]) -> None:
+def test_models_without_a_format_are_evaluated_without_it(shelf: Make, warned: Callable[[], list[str]]) -> None:
     """A format of latents is left out of the source's heads; one that the heads could have by their kind, of all models."""
     source, latent = (Source.parse(str(path)) for path in (shelf(), shelf("deepseek_v3")))
     made_for = {form: {"kv_bytes_per_token": {"cache_dtype": form}} for form in ("mixed", "q8_0", "float32")}

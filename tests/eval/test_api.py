@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
-from written import Make
+from written import Make, damage
 
 from attention.errors import KvfoldError, Refusal
 from eval import bench, evaluate
@@ -90,10 +89,8 @@ def test_arguments_that_do_not_fit_are_refused(pair: list[Path]) -> None:
 
 
 def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, warned: Callable[[], list[str]]) -> None:
-    path = checkpoint() / "model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "model.extra": tensors["model.norm.weight"].clone()}, path, {"format": "pt"})
-    evaluate([path.parent], text=text, max_tokens=64, device="cpu")
+    path = damage(checkpoint(), lambda tensors: tensors.update({"model.extra": tensors["model.norm.weight"].clone()}))
+    evaluate([path], text=text, max_tokens=64, device="cpu")
     assert warned() == ["LlamaForCausalLM has no use for 1 tensors of source: model.extra, …"]
 
 

@@ -184,7 +184,7 @@ def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make)
     assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
 
 
-def test_one_word_again_and_again_is_no_text(tmp_path: Path, checkpoint: Make) -> None:
+def test_one_word_again_and_again_is_no_text(checkpoint: Make) -> None:
     source = checkpoint("gpt_neox", tie_word_embeddings=False)
     with pytest.raises(Failure, match=r"writes the same few tokens again and again: 2\.0 different ones") as caught:
         writing._require_words(Source.parse(str(source)), torch.tensor([[4, 5] * 8]))

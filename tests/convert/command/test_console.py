@@ -96,7 +96,7 @@ def test_quiet_prints_nothing(
         (7.26, "7.3 seconds"),
         (99.6, "100 seconds"),
         (725, "12 minutes"),
-        (6000, "1.7 hours"),
+        (6e3, "1.7 hours"),
         (2e7, "231 days"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from written import Convert, Find, Make, ok, read, refused, same_but_for_the_run
+from written import Convert, Find, Make, damage, ok, read, refused, same_but_for_the_run
 
 from attention.errors import NotPublished, Refusal
 from convert import gqa, mqa, sweep
@@ -34,13 +34,6 @@ pytestmark = pytest.mark.usefixtures("writing")
 def opened() -> Iterator[Opened]:
     with Opened() as models:
         yield models
-
-
-def spoil(path: Path) -> None:
-    """Make a model sure of the wrong tokens."""
-    found = load_file(path / "model.safetensors")
-    found["lm_head.weight"] = found["lm_head.weight"].flip(0) * 200
-    save_file(found, path / "model.safetensors", {"format": "pt"})
 
 
 def plan_of(source: Path, **changes: Any) -> Any:
@@ -94,7 +87,8 @@ def test_far_positions_are_checked_where_positions_skip(checkpoint: Make, tmp_pa
 
 def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: Warned, opened: Opened) -> None:
     source, ruined = checkpoint(tie_word_embeddings=False), checkpoint(name="ruined", tie_word_embeddings=False)
-    spoil(ruined)
+    head = "lm_head.weight"  # which is sure of the wrong tokens
+    damage(ruined, lambda tensors: tensors.update({head: tensors[head].flip(0) * 200}))
     with pytest.raises(NotPublished, match=r"of the source's own text, the result loses \d+\.\d\d nats") as caught:
         checked(plan_of(source), ruined, [], tmp_path, silent, opened)
     assert caught.value.exit_code == 3
@@ -163,8 +157,8 @@ def test_a_repeated_conversion_reads_what_was_written(
     command = ("mqa", made.source, tmp_path / "more", "--text", file, "--calibration-context", 32, "--calibration-tokens")
     refused(convert(*command, 1024), 1, "holds torch.int32 of shape [16, 32], where 32 rows of 32 tokens")
     other_ids = {"ids": load_file(file)["ids"].flip(0)}
-    for damage in (lambda: save_file(other_ids, file), lambda: file.write_bytes(b"garbage")):
-        damage()
+    for change in (lambda: save_file(other_ids, file), lambda: file.write_bytes(b"garbage")):
+        change()
         refused(convert(*command, 512), 1, f"{file} is not there, damaged, or not what a model wrote")
 
 

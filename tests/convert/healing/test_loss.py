@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny import VOCABULARY as WORDS
 from tiny import tiny_config, tiny_model
+from tiny_mla import tokens
 
 from attention import load
 from attention.encoded_forward import rounding_cache, store_encoded
@@ -56,14 +56,10 @@ def test_tokens_are_measured_in_both_models() -> None:
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
 
 
-def ids_for(model: Any) -> torch.Tensor:
-    return torch.randint(4, model.config.get_text_config().vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_the_parts_are_the_whole(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type)).eval()
-    ids = ids_for(model)
+    ids = tokens(2, 16)
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
         parts = logits_of(model, hidden_states(model, ids).flatten(0, 1))
@@ -73,7 +69,7 @@ def test_the_parts_are_the_whole(model_type: str) -> None:
 
 def test_a_result_in_a_class_of_our_own(results: Callable[[str], Path]) -> None:
     model = load(results("gpt2 mla"), dtype=torch.float32).eval()
-    ids = ids_for(model)
+    ids = tokens(2, 16)
     with torch.no_grad():
         parts = logits_of(model, hidden_states(model, ids).flatten(0, 1))
         torch.testing.assert_close(parts, model(ids, use_cache=False).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
@@ -84,7 +80,7 @@ def test_gradients_of_all_weights_are_those_of_plain_logits(model_type: str, tie
     """Also through a head that caps its logits."""
     config = tiny_config(model_type, tie_word_embeddings=tied)
     student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    ids = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2))
+    ids = tokens(4, 16, seed=2)
     Distillation(student, teacher, WORDS)(ids).backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     student.zero_grad()
@@ -100,7 +96,7 @@ def test_gradients_of_all_weights_are_those_of_plain_logits(model_type: str, tie
 def test_the_students_cache_is_read_rounded(form: str) -> None:
     config = tiny_config("llama")
     student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    ids, spec = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2)), AttentionSpec.from_config(config)
+    ids, spec = tokens(4, 16, seed=2), AttentionSpec.from_config(config)
     through = Distillation(student, teacher, WORDS, partial(rounding_cache, FORMATS[form], spec))
     found = through(ids, measures=True)[:, 0]
     expected = teacher(ids).logits[:, :-1].log_softmax(-1)
@@ -112,7 +108,7 @@ def test_the_students_cache_is_read_rounded(form: str) -> None:
 
 def test_gradients_in_bfloat16_are_about_those_in_fp32() -> None:
     config = tiny_config("llama")
-    ids, slopes = torch.randint(4, 96, (4, 16), generator=torch.Generator().manual_seed(2)), []
+    ids, slopes = tokens(4, 16, seed=2), []
     for dtype in (torch.float32, torch.bfloat16):
         student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
         Distillation(student, teacher, WORDS, dtype=dtype)(ids).backward()

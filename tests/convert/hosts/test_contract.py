@@ -112,13 +112,8 @@ OWN = ("llama", "phi3", "qwen3_moe", "cohere")
 OTHERS = [
     *("bloom", "codegen", "falcon", "gpt2", "gpt_neo"),
     *(f"{name}, behind its norm" for name in ("cohere", "mpt", "olmo2")),
-    *(
-        "opt, one head",
-        "gpt_neo, one head",
-        "gpt2, logits divided by the layer, one head",
-        "gpt_neox, one head, a quarter",
-        "gpt_neox, one head, half, linear",
-    ),
+    *(f"{name}, one head" for name in ("opt", "gpt_neo", "gpt2, logits divided by the layer")),
+    *(f"gpt_neox, one head, {rope}" for rope in ("a quarter", "half, linear")),
 ]
 # Of each class, with ALiBi, a clamp and a norm, RoPE of neighbours and of a share of dims, learned positions.
 RUNNING = (

@@ -7,10 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from factoring import PAIRINGS, energies, every_pair, factor, full_rank, turned_copies
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from records import blocks_of, factored, inputs, loss, measured, measured_behind, random, record, run
+from records import (
+    PAIRINGS,
+    blocks_of,
+    energies,
+    every_pair,
+    factor,
+    factored,
+    full_rank,
+    inputs,
+    loss,
+    measured,
+    measured_behind,
+    random,
+    record,
+    run,
+    turned_copies,
+)
 
 from attention.forward import attention_output
 from attention.record import Attention

@@ -214,7 +214,6 @@ def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
         assert "no directory of that name exists either; check the spelling, the network" in str(caught.value.hint)
 
 
-WHOLE, PICKLED = ["model.safetensors"], ["pytorch_model.bin"]
 OTHERS = ["consolidated.safetensors", "model.fp16.safetensors", "onnx/model.safetensors"]
 
 

@@ -128,9 +128,7 @@ def test_answers_stand_where_they_are_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "positions"), [(3000, 192), (100, 8192)])
-def test_what_is_too_short_is_left_out(
-    checkpoint: Callable[..., Path], tokens: int, positions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_short_is_left_out(checkpoint: Callable[..., Path], tokens: int, positions: int) -> None:
     source = Source.parse(str(checkpoint(max_position_embeddings=positions)))
     text = Tokens("text", IDS[:tokens], tokens, 1.0, None)
     assert Probes.asked(EvaluationSettings(), [source], text) is None
