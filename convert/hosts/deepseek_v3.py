@@ -8,10 +8,7 @@ from attention.spec import AttentionSpec
 from convert.hosts.latent import StockLatent
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
-_LIKE_LLAMA = (
-    "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3",
-    "deepseek_v3",
-)  # fmt: skip
+_LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3")
 
 
 class DeepseekV3(StockLatent):

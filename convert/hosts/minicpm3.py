@@ -20,7 +20,7 @@ class MiniCPM3(StockLatent):
 
     name = "minicpm3"
     blocks = "Gemma's"
-    families = ("gemma", "minicpm3")  # each is tested to be exact
+    families = ("gemma",)  # tested to be exact
     served_by = "vLLM and llama.cpp refuse it"
     remarks = (
         *StockLatent.remarks,

@@ -271,15 +271,14 @@ def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
 
 
 def support() -> list[dict[str, Any]]:
-    """One row per family: the output class of each kind of target, for configs that the class accepts.
+    """One row per family that is converted: the output class of each kind of target, for configs that the class accepts.
 
     Where there is none, whatever the config, `refused` says why.
     """
     rows: list[dict[str, Any]] = []
-    for name, family in sorted(FAMILIES.items()):
+    for name, family in sorted((name, family) for name, family in FAMILIES.items() if family.has_heads):
         carriers = {kind: [host.name for host in hosts if name in host.families] for kind, hosts in HOSTS.items()}
-        reason = family.without_latent if family.has_heads else "it has a latent and no KV heads to merge"
-        refused = {kind: reason for kind, hosts in carriers.items() if not hosts}
+        refused = {kind: family.without_latent for kind, hosts in carriers.items() if not hosts}
         cells = {kind: ", ".join(hosts) or "-" for kind, hosts in carriers.items()}
         rows.append({"family": name, "layout": family.layout, **cells, "refused": refused})
     return rows
