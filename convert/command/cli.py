@@ -320,7 +320,8 @@ def demo(output: Path) -> Printed:
     from eval.report.quality import to_markdown
 
     found, page = showcase(output, _progress())
-    return Printed(found, to_markdown(found), page)
+    click.get_current_context().call_on_close(lambda: click.echo(f"report: {page}", err=True))  # also with --quiet
+    return Printed(found, to_markdown(found))
 
 
 if __name__ == "__main__":
