@@ -21,7 +21,7 @@ from convert.families import FAMILIES, Family
 from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
 from convert.families.kvfold import KvfoldProjections, around
 from convert.hosts.base import Host
-from convert.hosts.phi import HOST as PHI
+from convert.hosts.sharing import PHI
 
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.

@@ -14,8 +14,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
 from convert.families.latent import V3
-from convert.hosts.deepseek_v3 import DeepseekV3
-from convert.hosts.latent import EXPANDS
+from convert.hosts.latent import EXPANDS, DeepseekV3
 from convert.hosts.source_class import LLAMA_CPP
 
 _TURNS = 1e12
@@ -39,8 +38,8 @@ class Portable(DeepseekV3):
     def engines(self, family: Family) -> frozenset[str]:
         return super().engines(family) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
 
-    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
-        if reason := super().refuses(family, target):
+    def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
+        if reason := super().refuses_config(family, target):
             return reason
         if family.spec.kv_lora_rank:
             return "it has a latent already, which may have biases (convert the original with --portable)"

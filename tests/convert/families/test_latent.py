@@ -29,7 +29,7 @@ from convert.families.latent import LatentLayout, NormalisedLatent
 from convert.families.neutral import constants, latent_size, level, query_rank
 from convert.families.reading import family_for
 from convert.families.reading.experiments import find
-from convert.hosts.deepseek_v3 import HOST
+from convert.hosts.latent import DEEPSEEK as HOST
 from eval.quality.cost import measured_bytes_per_token
 
 FAMILY = FAMILIES["deepseek_v3"]

@@ -46,13 +46,9 @@ from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import Host
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA
-from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
-from convert.hosts.falcon import HOST as FALCON
-from convert.hosts.gpt_bigcode import HOST as GPT_BIGCODE
 from convert.hosts.kvfold import LATENT_HOST
-from convert.hosts.minicpm3 import HOST as MINICPM3
-from convert.hosts.phi import HOST as PHI
+from convert.hosts.latent import DEEPSEEK, MINICPM3
+from convert.hosts.sharing import BIGCODE, FALCON, PHI
 from eval.inputs.source import Source
 from eval.quality.cost import measured_bytes_per_token
 
@@ -261,7 +257,7 @@ LATENTS: dict[str, Row] = {
     **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in NORM_SWITCHES},
     **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in CLIPPED},
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
-       for name in _LIKE_LLAMA if FAMILIES[name].has_heads},
+       for name in DEEPSEEK.families if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
 }  # fmt: skip
 # Windows, caps and ALiBi; no RoPE, some, or none in some layers; experts; norms of each form, clamps; what a stock class needs.
@@ -371,7 +367,7 @@ def test_latents_are_sources(name: str, made: Made, convert: Convert, tmp_path: 
     assert (facts["family"], facts["attention"][:4], facts["kv_heads"]) == (row.holds, "MLA-", None)
 
 
-ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
+ONE_KIND = (PHI, BIGCODE, FALCON)
 
 
 def test_what_stock_classes_cannot_hold_is_held() -> None:

@@ -24,8 +24,8 @@ from convert.families import FAMILIES, family_of
 from convert.families.latent import V3
 from convert.families.neutral import constants, level
 from convert.hosts import Host
-from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.engines import ENGINES, running
+from convert.hosts.latent import DEEPSEEK
 from convert.hosts.portable import HOST, ladder_ratio
 
 PREFIX = "model.layers.0.self_attn."
