@@ -305,7 +305,6 @@ class Projections(Family):
             qkv_bias=self._flag(self.qkv_bias),
             o_bias=self._flag(self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
-            layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
             sinks=self.sinks is not None,
             adds_output=self.adds_output and not any(getattr(config, field) for field in self.sums_unless),
             extra_features={field: value for field in extra if (value := getattr(config, field, None)) not in (None, False)},

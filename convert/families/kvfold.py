@@ -123,16 +123,15 @@ class KvfoldProjections(Family):
 
     @property
     def traits(self) -> Traits:
-        traits = replace(self.inner.traits, qkv_bias=self.config.qkv_bias, o_bias=self.config.o_bias)
-        # Every layer has a RoPE key, also those that had no RoPE: it is zero there.
-        return replace(traits, layers_with_rotary=self.decoder.num_hidden_layers) if self.config.rope_pairs else traits
+        return replace(self.inner.traits, qkv_bias=self.config.qkv_bias, o_bias=self.config.o_bias)
 
     def rotary(self, layer: int) -> Rotary | None:
         own = self.inner.rotary(layer)
         if not self.config.rope_pairs:
             return replace(own, pairing="half") if own and self.needs_projections else own
-        others = (self.inner.rotary(i) for i in range(self.decoder.num_hidden_layers))
-        return next(rotary.select(self.config.rope_pairs, "half") for rotary in (own, *others) if rotary)
+        rotary = own or self.inner.first_rotary  # every layer has a RoPE key, also those that had no RoPE: it is zero there
+        assert rotary is not None, "pairs are of some layer's frequencies"
+        return rotary.select(self.config.rope_pairs, "half")
 
     @property
     def dims_of_heads(self) -> int:

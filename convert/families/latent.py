@@ -63,11 +63,8 @@ class NormalisedLatent(Family):
 
     @property
     def traits(self) -> Traits:
-        return Traits(
-            qkv_bias=bool(getattr(self.decoder, "attention_bias", False)),
-            o_bias=bool(getattr(self.decoder, "attention_bias", False)),
-            layers_with_rotary=self.decoder.num_hidden_layers,
-        )
+        biased = bool(getattr(self.decoder, "attention_bias", False))
+        return Traits(qkv_bias=biased, o_bias=biased)
 
     def rotary(self, layer: int) -> Rotary:
         pairing = self.pairing if getattr(self.decoder, "rope_interleave", True) else "half"

@@ -90,7 +90,7 @@ class Kvfold(Host):
         for field, value in traits.extra_features.items():
             if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
-        rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
+        rotaries = [rotary for rotary in family.rotaries if rotary]
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
@@ -177,7 +177,7 @@ def _behind_heads(family: Family) -> dict[str, Any]:
     if isinstance(family, KvfoldProjections) or not family.needs_projections:
         return {}
     spec = family.spec
-    plain = [layer for layer in range(spec.num_layers) if family.rotary(layer) is None]
+    plain = [layer for layer, rotary in enumerate(family.rotaries) if rotary is None]
     return {
         **_kept_projections(family),
         "projected_kv_heads": spec.num_kv_heads,
@@ -196,8 +196,7 @@ def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str,
         return {"rope_pairs": [0] * (rope_dim // 2)}
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
-    rotaries = [inner.rotary(layer) for layer in range(inner.decoder.num_hidden_layers)]
-    factors = [each.attention_factor if each else 1.0 for each in rotaries]
+    factors = [each.attention_factor if each else 1.0 for each in inner.rotaries]
     return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(inner)}
 
 

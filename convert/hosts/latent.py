@@ -67,7 +67,7 @@ class StockLatent(StockClass):
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if reason := self.refuses_blocks(config):
             return reason
-        if not traits.layers_with_rotary:
+        if not any(family.rotaries):
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
         for field, value in traits.extra_features.items():
             if field != "sliding_window":

@@ -61,10 +61,10 @@ class Found(Projections):
 
     @property
     def traits(self) -> Traits:
-        rotated = sum(self.reading(layer).pairing is not None for layer in range(self.spec.num_layers))
-        far = {} if self.far_queries is None else {"far queries times": round(self.far_queries, 2)}
-        traits = super().traits
-        return replace(traits, layers_with_rotary=rotated, extra_features={**traits.extra_features, **far})
+        traits, far = super().traits, self.far_queries
+        if far is None:
+            return traits
+        return replace(traits, extra_features={**traits.extra_features, "far queries times": round(far, 2)})
 
     def reading(self, layer: int) -> Reading:
         return dict(self.readings)[kinds(self.config, self.lists)[layer]]
