@@ -35,14 +35,12 @@ def constants(rank: int) -> list[float]:
     1/512 downwards), because then dividing by the root mean square rounds back to the original bits. Otherwise
     two: √R rounded down, and the root of what its square lacks, which leaves an error of about 2⁻¹⁶.
     """
-    import torch
-
     root = math.sqrt(rank)
-    error = root / float(torch.tensor(root).bfloat16()) - 1
+    unit = 2.0 ** (math.frexp(root)[1] - 8)  # bfloat16 has eight bits
+    error = root / (round(root / unit) * unit) - 1
     if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
         return [root]
-    significand, exponent = math.frexp(root)
-    first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
+    first = math.floor(root / unit) * unit
     return [first, math.sqrt(rank - first**2)]
 
 

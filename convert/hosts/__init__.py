@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convert.hosts import kvfold, latent, portable, sharing, source_class
+from convert.hosts import kvfold, latent, sharing, source_class
 from convert.hosts.base import Host
 
 HOSTS: dict[str, tuple[Host, ...]] = {
@@ -12,6 +12,6 @@ HOSTS: dict[str, tuple[Host, ...]] = {
 }
 
 # The class that `mla --portable` makes, in place of those above.
-PORTABLE: tuple[Host, ...] = (portable.HOST,)
+PORTABLE: tuple[Host, ...] = (latent.PORTABLE,)
 
 __all__ = ["HOSTS", "PORTABLE", "Host"]

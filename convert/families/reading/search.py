@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from attention import rope
 from attention.record import Attention
 from attention.reference import grouped_attention
+from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP
 from convert.families.heads import BEHIND_ROPE, BY_KV_HEAD, BY_PART, NormRow, RowOrder, Storage
@@ -166,7 +166,7 @@ class Search:
         readings: dict[tuple[Any, ...], Reading] = {}
         for layer, kind in enumerate(kinds(self.twin.config, self.twin.lists)):
             scales = [reading.scale for reading in readings.values()]  # one that was fitted is found again, exactly
-            found = self._reading(replace(family, readings=((kind, Reading()),)), layer, scales)
+            found = self._reading(replace(family, readings=((kind, Reading()),)), kind, layer, scales)
             if readings.setdefault(kind, found) != found:
                 raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
         of_kinds = readings.values()
@@ -256,22 +256,21 @@ class Search:
                 return row
         return None
 
-    def _reading(self, family: Found, layer: int, scales: Sequence[float]) -> Reading:
-        """What a layer's attention computes."""
+    def _reading(self, family: Found, kind: tuple[Any, ...], layer: int, scales: Sequence[float]) -> Reading:
+        """What the attention of a layer of that kind computes."""
         config, path = self.twin.decoder, family.module(layer)
         state, call = self.twin.state, self.calls[path]
         record = family.split({name: state[name].double() for name in family.shapes(layer)}, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
-        kept = [
-            value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
-        ]
+        module = self.twin.model.get_submodule(path)
+        kept = [value for value in vars(module).values() if type(value) is float and 0 < value < 100]
         caps = [False, *([True] if getattr(config, SOFTCAP, None) else [])]
 
         def tries() -> Iterator[tuple[Reading, Attention]]:
             for rotation, window, cap in itertools.product(self._rotations(), [None, *windows], caps):
                 reading = replace(rotation, window=window, cap=cap)
-                rotary = reading.rotary(config, self.spec.head_dim, layer)
-                yield reading, replace(record, rotary=rotary, scoring=reading.scoring(config))
+                tried = replace(family, readings=((kind, reading),))
+                yield reading, replace(record, rotary=tried.rotary(layer), scoring=tried.scoring(layer))
 
         for reading, ours in tries():
             for scale in dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept]):
@@ -284,12 +283,10 @@ class Search:
         raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
 
     def _rotations(self) -> Iterator[Reading]:
-        pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")
-        yield from (
-            Reading(pairing, share, backwards)
-            for backwards, pairing, share in itertools.product((False, True), pairings, (False, True))
-            if getattr(self.twin.decoder, "rope_parameters", None)
-        )
+        pairings: tuple[Pairing, ...] = ("half", "interleaved")
+        if getattr(self.twin.decoder, "rope_parameters", None):
+            for backwards, pairing, share in itertools.product((False, True), pairings, (False, True)):
+                yield Reading(pairing, share, backwards)
         yield Reading()
 
     def _input_norm(self) -> list[Row]:

@@ -8,8 +8,8 @@ import pytest
 from tiny import VOCABULARY, tiny_config
 
 from convert.families import FAMILIES
-from convert.hosts import Host, kvfold, portable, source_class
-from convert.hosts.latent import DEEPSEEK, MINICPM3
+from convert.hosts import Host, kvfold, source_class
+from convert.hosts.latent import DEEPSEEK, MINICPM3, PORTABLE
 from convert.hosts.sharing import BIGCODE, FALCON, PHI
 
 SLIDING = ["sliding_attention"] * 3
@@ -58,7 +58,7 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("gemma", {"hidden_size": 68}, "hidden_size is 68, and the class takes only multiples of the 8 attention heads"),
         ("gemma", {}, None),
     ],
-    portable.HOST: [
+    PORTABLE: [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
         ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are not a geometric ladder from 1"),
         ("qwen2", {}, "queries and keys have biases, and the class has none"),
