@@ -145,6 +145,8 @@ class Search:
         if len(set(biases[:-1])) > 1 or (norms[0] is None) != (norms[1] is None):
             raise Unread("its queries, keys and values do not have biases and norms alike")
         (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
+        cosines = self.call.cosines
+        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
         family = Found(
             config.model_type,
             config=self.twin.config,
@@ -158,7 +160,7 @@ class Search:
             projections=self.names,
             order=order,
             lists=self.twin.lists,
-            rope_stride=self._rope_stride(),
+            rope_stride=2 if doubled else 1,
             adds_output=self._adds_output(),
         )
         family = replace(family, sinks=self._sinks(family))
@@ -185,12 +187,6 @@ class Search:
             scaled_by=scales[0],
             extra_features=(*caps, *windows),
         )
-
-    def _rope_stride(self) -> int:
-        """Columns of the class's cosines from one frequency to the next."""
-        cosines = self.call.cosines
-        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
-        return 2 if doubled else 1
 
     def _sinks(self, family: Found) -> str | None:
         """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
