@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm
-from attention.record import Attention, FactoredAttention, HeadProjections, Record
+from attention.record import Attention, HeadProjections, Record
 from attention.rope import Rotary, no_rotary
 from attention.scoring import Scoring
 from attention.spec import AttentionSpec
@@ -107,7 +107,14 @@ class KvfoldProjections(Family):
             behind = record.projections is not None
             local = join_projections(record.paired("half") if behind else record, _BEHIND if behind else NAMES)
         else:
-            local = _join_factors(record, rank)
+            import torch
+
+            assert record.q_down is None, "the class has no latent of queries"
+            a = record.paired("half")  # pairs of rotary dims are P/2 dims apart
+            local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
+            if "q_proj.bias" in local and len(a.k_rope):
+                of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
+                local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
             local |= _join_projected(record.projections)
@@ -171,17 +178,4 @@ def _join_projected(p: HeadProjections | Attention) -> dict[str, torch.Tensor]:
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
         if norm is not None:
             local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
-    return local
-
-
-def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors of a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
-    import torch
-
-    assert record.q_down is None, "the class has no latent of queries"
-    a = record.paired("half")
-    local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
-    if "q_proj.bias" in local and len(a.k_rope):
-        of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
-        local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
     return local

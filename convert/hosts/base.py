@@ -29,12 +29,11 @@ class Host(ABC):
         remarks: Sentences for the model card: what to know when running the result.
         replaces: What happened to a tensor of the source's attention that the class has no name for, for conversion.json.
         families: The families whose blocks it can carry if the config allows it.
-        loading: The arguments that `from_pretrained` needs to load the result.
-        code: Files of Python that the result is loaded with, which are copied beside its weights.
+        code: Files of Python that the result is loaded with, which are copied beside its weights: kvfold's class. Its layers
+            may have latents of different ranks, and it keeps a source's projections with QK-norm or clamp, and has what is
+            new behind them.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
-        ranks_per_layer: Whether its layers may have latents of different ranks.
-        keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
     """
 
@@ -46,16 +45,13 @@ class Host(ABC):
     remarks: tuple[str, ...] = ()
     replaces: str
     families: Collection[str]
-    loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
     portable: bool = False
-    ranks_per_layer: bool = False
-    keeps_projections: bool = False
     keeps_sinks: bool = False
 
     def reads_projections(self, family: Family) -> bool:
         """Whether what it holds of such a source is behind its projections (`attention.record.HeadProjections`)."""
-        return self.keeps_projections and family.needs_projections
+        return bool(self.code) and family.needs_projections
 
     @property
     def kind(self) -> str:

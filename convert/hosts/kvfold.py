@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from attention.auto import config_of
@@ -50,10 +49,7 @@ class Kvfold(Host):
         "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
-    loading: Mapping[str, Any] = {"trust_remote_code": True}
-    code: tuple[Path, ...] = CODE
-    ranks_per_layer = True
-    keeps_projections = True
+    code = CODE
 
     def __init__(self, families: frozenset[str], reason: str, replaces: str, in_vllm: tuple[str, ...]) -> None:
         self.families, self.replaces, self._in_vllm = families, replaces, in_vllm
@@ -95,7 +91,7 @@ class Kvfold(Host):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
             return "layers rotate different numbers of dims, and kvfold's RoPE keys have one list for all layers"
-        lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
+        lists = [_frequencies(rotary) for rotary in rotaries]
         if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
@@ -194,8 +190,7 @@ def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str,
         return {"rope_pairs": []}
     if rotary is None:  # only sizes matter
         return {"rope_pairs": [0] * (rope_dim // 2)}
-    known = list(zip(*_lists(source), strict=True))
-    pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
+    pairs = [_frequencies(source).index(pair) for pair in _frequencies(rotary)]
     factors = [each.attention_factor if each else 1.0 for each in inner.rotaries]
     return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(inner)}
 
@@ -204,9 +199,10 @@ def _stride(family: Family) -> dict[str, int]:
     return {"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}
 
 
-def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
+def _frequencies(rotary: Rotary) -> list[tuple[float, float]]:
+    """Of each pair: in short sequences, and in long ones."""
     long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
-    return rotary.frequencies.tolist(), long.tolist()
+    return list(zip(rotary.frequencies.tolist(), long.tolist(), strict=True))
 
 
 HOST = Kvfold(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attention.rope import Rotary
@@ -133,7 +133,7 @@ class DeepseekV3(StockLatent):
     name = "deepseek_v3"
     blocks = "Llama's"
     # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
-    families = (
+    families: Collection[str] = (
         "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3",
         "deepseek_v3",
     )  # fmt: skip
