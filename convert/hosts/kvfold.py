@@ -62,7 +62,10 @@ class Kvfold(Host):
 
     def engines(self, family: Family) -> frozenset[str]:
         inner = family.inner if isinstance(family, KvfoldProjections) else family
-        run = inner.model_type in self._in_vllm and (family.config is None or _vllm_takes(family))
+        run = inner.model_type in self._in_vllm
+        if run and family.config is not None:  # vLLM's plugin refuses windows, caps, and RoPE that depends on the length
+            limited = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
+            run = not limited and rope_objection(family.decoder if family.needs_code else family.config) is None
         return frozenset({"transformers", *(["vllm"] if run else [])})
 
     def layout(self, family: Family) -> Family:
@@ -145,12 +148,6 @@ class Kvfold(Host):
             **({} if target.layer_ranks is None else {"kv_lora_ranks": list(target.layer_ranks)}),
             "text_config": {**inner, **sizes},
         }
-
-
-def _vllm_takes(family: Family) -> bool:
-    """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
-    limits = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
-    return not limits and rope_objection(family.decoder if family.needs_code else family.config) is None
 
 
 def _stock(family: Family) -> Host | None:

@@ -145,7 +145,8 @@ class Search:
         if len(set(biases[:-1])) > 1 or (norms[0] is None) != (norms[1] is None):
             raise Unread("its queries, keys and values do not have biases and norms alike")
         (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
-        cosines = self.call.cosines
+        whole, cosines = self.calls.get(f"{self.layers}.0"), self.call.cosines
+        inside = [call for path, call in self.calls.items() if path.startswith(f"{self.layers}.0.")]
         doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
         family = Found(
             config.model_type,
@@ -161,7 +162,8 @@ class Search:
             order=order,
             lists=self.twin.lists,
             rope_stride=2 if doubled else 1,
-            adds_output=self._adds_output(),
+            # Something in the layer reads the sum of the layer's input and its attention's output.
+            adds_output=whole is not None and any(near(call.read, whole.read + self.call.gave) for call in inside),
         )
         family = replace(family, sinks=self._sinks(family))
         self._require_no_more(family)
@@ -225,9 +227,10 @@ class Search:
                 continue
             if call.times:
                 raise Unexplained(f"{name} of its attention runs several times")
-            if not _along(read[:, :, 0], states[:, :, 0]):  # RoPE leaves the first token as it is, up to a factor of cosines
+            first, ours = read[:, :, 0], states[:, :, 0]
+            if not near(first * (ours.norm() / first.norm()), ours):  # RoPE leaves it as it is, up to a factor of cosines
                 continue
-            if gain is not None and gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
+            if gain is not None and gain.numel() not in (states.shape[-1], ours.numel()):
                 continue
             row = self._form(module, read, gave, after_rotary=not torch.equal(read, states))
             if row is not None and row.eps:
@@ -298,12 +301,6 @@ class Search:
                 return [replace(found, offset=form.gain_offset)]
         return []
 
-    def _adds_output(self) -> bool:
-        """Whether something in the layer reads the sum of the layer's input and its attention's output."""
-        layer, gave = f"{self.layers}.0", self.call.gave
-        inside = [call for path, call in self.calls.items() if path.startswith(f"{layer}.")]
-        return layer in self.calls and any(near(call.read, self.calls[layer].read + gave) for call in inside)
-
 
 def _scale(record: Attention, call: Call) -> float | None:
     """The scale of logits with which a record computes what a class does, if there is one: by a grid, and finer ones."""
@@ -318,11 +315,6 @@ def _scale(record: Attention, call: Call) -> float | None:
             return None
         low, high = best - width, best + width
     return math.exp(best) if near(grouped_attention(x, replace(record, scale=math.exp(best))), gave) else None
-
-
-def _along(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether one is the other times a number."""
-    return near(a * (b.norm() / a.norm()), b)
 
 
 def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
