@@ -147,7 +147,6 @@ class Projections(Family):
         projections: The names of the projections of queries, keys, values and outputs; or of the one for queries, keys and
             values, and of that of outputs.
         order: How the rows of one for queries, keys and values follow each other.
-        within: Where the projections are in the attention's module, if not directly.
         norm: How the QK-norm is stored; None without one.
         sinks: The name of a tensor `[H]`, the sinks of its heads; None without.
         pairing: Which two dims form a rotary pair (see `Rotary`).
@@ -169,7 +168,6 @@ class Projections(Family):
     o_bias: bool | str = False
     projections: tuple[str, ...] = NAMES
     order: RowOrder = BY_PART
-    within: str = ""
     norm: NormRow | None = None
     sinks: str | None = None
     pairing: Pairing = "half"
@@ -234,10 +232,10 @@ class Projections(Family):
                         shapes[f"{part}.{kind}"] = norm.shape(count, spec.head_dim)
         if self.sinks is not None:
             shapes[self.sinks] = (spec.num_heads,)
-        return {self._prefix(layer) + name: shape for name, shape in shapes.items()}
+        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
-        spec, prefix = self.spec, self._prefix(layer)
+        spec, prefix = self.spec, f"{self.module(layer)}."
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         for last in ("weight", "bias"):
             if self.stacked and (stacked := local.pop(f"{self.projections[0]}.{last}", None)) is not None:
@@ -265,7 +263,7 @@ class Projections(Family):
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
         if self.sinks is not None and a.sinks is not None:
             local[self.sinks] = a.sinks
-        return {self._prefix(layer) + name: tensor for name, tensor in local.items()}
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def _stacked(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
         """The same tensors with queries, keys and values in one."""
@@ -293,7 +291,7 @@ class Projections(Family):
         return int(self.decoder.window_size) if self.local(self.decoder, layer) else None
 
     def output(self, layer: int) -> str:
-        return f"{self._prefix(layer)}{self.projections[-1]}"
+        return f"{self.module(layer)}.{self.projections[-1]}"
 
     @property
     def traits(self) -> Traits:
@@ -326,9 +324,6 @@ class Projections(Family):
         """How many rows queries, keys and values have."""
         spec = self.spec
         return [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-
-    def _prefix(self, layer: int) -> str:
-        return f"{self.module(layer)}.{self.within}{'.' if self.within else ''}"
 
     def _flag(self, flag: bool | str) -> bool:
         return bool(getattr(self.decoder, flag)) if isinstance(flag, str) else flag
