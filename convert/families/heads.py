@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 Storage = Literal["none", "shared", "flat", "matrix", "list"]
-Rows = Callable[["torch.Tensor", AttentionSpec], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class RowOrder:
     """
 
     layout: str
-    in_file: Rows = _by_part
+    in_file: Callable[[torch.Tensor, AttentionSpec], torch.Tensor] = _by_part
     blocks: int = 1
 
     def in_order(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
