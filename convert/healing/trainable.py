@@ -1,6 +1,6 @@
 """The weights of a student that train, parameters or thin matrices beside them (LoRA), and those that stay.
 
-Constants that switch the norm of a latent off (`convert.families.neutral`) are weights, too. They stay bit for bit, and so do
+Constants that switch the norm of a latent off (`convert.families.latent`) are weights, too. They stay bit for bit, and so do
 the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from convert.families.neutral import constant_channels, is_query_latent
+from convert.families.latent import constant_channels, is_query_latent
 from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name

@@ -20,8 +20,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family, family_of
 from convert.families.base import decoder_of
-from convert.families.latent import V3
-from convert.families.neutral import constants, latent_size, query_rank
+from convert.families.latent import V3, constants, latent_size, query_rank
 from convert.hosts.base import TRANSFORMERS, StockClass
 from convert.hosts.source_class import LLAMA_CPP
 

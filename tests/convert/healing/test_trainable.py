@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from attention.reference import latent_attention
 from convert.families import FAMILIES, family_of
-from convert.families.neutral import constants
+from convert.families.latent import constants
 from convert.healing.plan import named
 from convert.healing.trainable import Adapted, compute_layers_again, fixed, trained
 from convert.planning.allowed import readable

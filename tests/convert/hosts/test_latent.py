@@ -23,8 +23,7 @@ from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
-from convert.families.latent import V3, LatentLayout
-from convert.families.neutral import constants, level
+from convert.families.latent import V3, LatentLayout, constants, level
 from convert.hosts import Host
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.latent import DEEPSEEK, PORTABLE, ladder_ratio, rope_parameters
