@@ -216,11 +216,11 @@ class Projections(Family):
         return rope.from_config(self.decoder, self.spec.head_dim, self.pairing, layer_type, self.partial_rotary)
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec, self.decoder.hidden_size
-        sizes = [(count, width) for count in ([sum(self._rows)] if self.stacked else self._rows)]
+        spec, width, rows = self.spec, self.decoder.hidden_size, self._rows
+        sizes = [(count, width) for count in ([sum(rows)] if self.stacked else rows)]
         biased = (*[self._flag(self.qkv_bias)] * len(sizes), self._flag(self.o_bias))
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, size, bias in zip(self.projections, [*sizes, (width, self._rows[0])], biased, strict=True):
+        for name, size, bias in zip(self.projections, [*sizes, (width, rows[0])], biased, strict=True):
             shapes[f"{name}.weight"] = size
             if bias:
                 shapes[f"{name}.bias"] = size[:1]
@@ -256,7 +256,7 @@ class Projections(Family):
         a = self.in_class(record, layer)
         local = join_projections(replace(a, sinks=None), self._separate)
         if self.stacked:
-            local = self._stacked(local, spec)
+            local = self._in_one(local, spec)
         if self.norm and a.q_norm and a.k_norm:
             local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
@@ -264,7 +264,7 @@ class Projections(Family):
             local[self.sinks] = a.sinks
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
-    def _stacked(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
+    def _in_one(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
         """The same tensors with queries, keys and values in one."""
         import torch
 
