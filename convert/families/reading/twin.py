@@ -110,6 +110,7 @@ class Twin:
     def _fill(self) -> None:
         """Give the decoder, its embeddings and its head random weights; models inside it, such as one that sees, have none."""
         from transformers import PreTrainedConfig
+        from transformers.core_model_loading import revert_weight_conversion
 
         parts, inside = [self.model], self.decoder is not self.config
         if inside:
@@ -130,8 +131,10 @@ class Twin:
             set_module_tensor_to_device(self.model, name, "cpu", value=value)
         self.model.tie_weights()
         self.model.requires_grad_(False)
-        # Around a decoder, tensors are known by their names in the class.
-        self.stored = {name: name for name in self.model.state_dict()} if inside else _stored_names(self.model)
+        # Around a decoder, tensors are known by their names in the class, and so is what is made of several, such as experts.
+        state = self.model.state_dict()
+        written = {} if inside else {id(tensor): name for name, tensor in revert_weight_conversion(self.model, state).items()}
+        self.stored = {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
     @property
     def decoder(self) -> Any:
@@ -190,15 +193,6 @@ class Twin:
         with _silent(), torch.no_grad():
             logits: torch.Tensor = self.model(ids, use_cache=False, **positions).logits
         return logits
-
-
-def _stored_names(model: Any) -> dict[str, str]:
-    """As of `Twin.stored`; what transformers makes of several tensors, such as stacked experts, keeps its name."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = model.state_dict()
-    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, state).items()}
-    return {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
 
 @contextlib.contextmanager
