@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attention.record import Attention, Record
+from attention.record import Attention
 from attention.spec import AttentionSpec
 from convert.families.base import CLIP, Family, Traits, decoder_of
 from convert.families.heads import BY_KV_HEAD, BY_PART, Projections, nowhere
@@ -139,15 +139,9 @@ class Conv1DProjections(_LikeGpt2):
     With `scale_attn_by_inverse_layer_idx`, layer l, from 0, divides its logits by l + 1; in records, its queries are divided.
     """
 
-    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        return {name: shape[::-1] for name, shape in super().shapes(layer).items()}
-
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
-        record = super().split(_transposed(tensors), layer)
+        record = super().split(tensors, layer)
         return record.with_queries_times(1 / (layer + 1)) if self.folded else record
-
-    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        return _transposed(super().join(record, spec, layer))
 
     def in_class(self, a: Attention, layer: int) -> Attention:
         return super().in_class(a.with_queries_times(layer + 1) if self.folded else a, layer)
@@ -155,10 +149,6 @@ class Conv1DProjections(_LikeGpt2):
     @property
     def folded(self) -> tuple[str, ...]:
         return (_DIVIDES,) if getattr(self.decoder, _DIVIDES) else ()
-
-
-def _transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.mT if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
 
 
 class MultiQueryProjections(_LikeGpt2):
@@ -193,6 +183,7 @@ _GPT2_AND_BIGCODE = (
             in_layers("transformer.h", "mlp.c_proj", "mlp.down", transposed=True),
         ),
         order=replace(BY_PART, layout="stacked projections, transposed"),
+        transposed=True,
         computed=("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
     ),
     MultiQueryProjections(**GPT_BIGCODE),

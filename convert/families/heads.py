@@ -146,6 +146,7 @@ class Projections(Family):
         projections: The names of the projections of queries, keys, values and outputs; or of the one for queries, keys and
             values, and of that of outputs.
         order: How the rows of one for queries, keys and values follow each other.
+        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D.
         norm: How the QK-norm is stored; None without one.
         sinks: The name of a tensor `[H]`, the sinks of its heads; None without.
         pairing: Which two dims form a rotary pair (see `Rotary`).
@@ -167,6 +168,7 @@ class Projections(Family):
     o_bias: bool | str = False
     projections: tuple[str, ...] = NAMES
     order: RowOrder = BY_PART
+    transposed: bool = False
     norm: NormRow | None = None
     sinks: str | None = None
     pairing: Pairing = "half"
@@ -221,7 +223,7 @@ class Projections(Family):
         biased = (*[self._flag(self.qkv_bias)] * len(sizes), self._flag(self.o_bias))
         shapes: dict[str, tuple[int, ...]] = {}
         for name, size, bias in zip(self.projections, [*sizes, (width, rows[0])], biased, strict=True):
-            shapes[f"{name}.weight"] = size
+            shapes[f"{name}.weight"] = size[::-1] if self.transposed else size
             if bias:
                 shapes[f"{name}.bias"] = size[:1]
         if norm := self._norm:
@@ -235,7 +237,7 @@ class Projections(Family):
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
         spec, prefix = self.spec, f"{self.module(layer)}."
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        local = {name.removeprefix(prefix): self._turned(tensor) for name, tensor in tensors.items()}
         for last in ("weight", "bias"):
             if self.stacked and (stacked := local.pop(f"{self.projections[0]}.{last}", None)) is not None:
                 parts = self.order.in_order(stacked, spec).split(self._rows)
@@ -262,7 +264,7 @@ class Projections(Family):
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
         if self.sinks is not None and a.sinks is not None:
             local[self.sinks] = a.sinks
-        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
+        return {f"{self.module(layer)}.{name}": self._turned(tensor) for name, tensor in local.items()}
 
     def _in_one(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
         """The same tensors with queries, keys and values in one."""
@@ -323,6 +325,9 @@ class Projections(Family):
         """How many rows queries, keys and values have."""
         spec = self.spec
         return [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+
+    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
 
     def _flag(self, flag: bool | str) -> bool:
         return bool(getattr(self.decoder, flag)) if isinstance(flag, str) else flag
