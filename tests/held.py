@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from attention.models import MODEL_TYPE
 from attention.versions import keep_caps
 from convert.families import FAMILIES
-from convert.families.neutral import constants
+from convert.families.latent import constants
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.planning.budget import LatentBounds
 from eval.inputs.source import Source

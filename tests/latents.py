@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from attention.record import FactoredAttention
 from attention.reference import latent_attention
-from convert.families.neutral import constants
+from convert.families.latent import constants
 from convert.methods import LATENT
 
 SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]

@@ -134,7 +134,7 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
     model = random_model(config, seed)
     family = FAMILIES.get(config.model_type)
     if isinstance(family, LatentLayout) and family.of(config) == family:
-        from convert.families.neutral import constants
+        from convert.families.latent import constants
 
         for layer in model.model.layers:
             with torch.no_grad():  # only the constants have biases
@@ -162,7 +162,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 def neutralise(model: Any, constants: Sequence[float], size: float | None = None) -> None:
     """Switch the norm of a latent off: its first channels become constants (Σ c² = R) times `size`; None for kvfold's."""
-    from convert.families.neutral import level
+    from convert.families.latent import level
 
     size = size or level(constants)
     for layer in model.model.layers:

@@ -176,7 +176,7 @@ class ClassTensors:
         made, giver = self._from[name]
         if wrong := next((m for m in self.mismatched if m.parameter == giver), None):
             raise wrong.failure()
-        return read(made.names[0]) if made.conversion is None else made.convert(self._model, read)[giver]
+        return made.convert(self._model, read)[giver]
 
     def is_converted(self, name: str) -> bool:
         """Whether a parameter is more than a renamed tensor."""
@@ -184,8 +184,6 @@ class ClassTensors:
 
     def _shapes(self, made: _Made) -> dict[str, tuple[int, ...] | None]:
         """The shapes that some tensors give, by parameter; None if they cannot be combined."""
-        if made.conversion is None:
-            return {made.first: self._infos[made.names[0]].shape}
 
         def meta(name: str) -> torch.Tensor:
             return torch.empty(self._infos[name].shape, dtype=self._infos[name].dtype, device="meta")
@@ -216,8 +214,9 @@ class _Made:
 
     def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
         """The parameters by name."""
+        if self.conversion is None:
+            return {self.first: read(self.names[0])}
         conversion = copy.deepcopy(self.conversion)  # it stores the tensors that it converts
-        assert conversion is not None
         for pattern, name in self.parts:
             conversion.add_tensor(self.first, name, pattern, partial(read, name))
         made = conversion.convert(self.first, model=model, config=model.config)

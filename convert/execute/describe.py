@@ -296,7 +296,7 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
         "model_type": host.layout(family).model_type,
         "needs_code": bool(host.code),
         "opened_by": host.opened_by,
-        "arguments": dict(host.loading),
+        "arguments": {"trust_remote_code": True} if host.code else {},
         "engines": [
             {
                 "name": f"{engine.name}, if it runs the source" if own else engine.name,

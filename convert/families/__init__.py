@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from convert.families import alibi, falcon, gpt2, latent, rows
+from convert.families import beyond_rows, latent, rows
 from convert.families.base import Family
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*rows.ROWS, alibi.MPT, falcon.FAMILY, alibi.BLOOM, *gpt2.ROWS, *latent.ROWS)
-}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*rows.ROWS, *beyond_rows.ROWS, *latent.ROWS)}
 
 # Model types that are not read on purpose, and why.
 UNREAD = {

@@ -29,7 +29,6 @@ class Traits:
     Attributes:
         qkv_bias: Whether Q, K and V have biases.
         o_bias: Whether O has a bias.
-        layers_with_rotary: How many layers have RoPE.
         qk_norm: The QK-norm, or None.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that are set and make the class do more than the record describes.
@@ -38,7 +37,6 @@ class Traits:
 
     qkv_bias: bool
     o_bias: bool
-    layers_with_rotary: int
     qk_norm: NormForm | None = None
     adds_output: bool = True
     extra_features: Mapping[str, Any] = field(default_factory=dict)
@@ -219,17 +217,21 @@ class Family(ABC):
     @property
     def traits(self) -> Traits:
         """Features of its attention besides projections; output classes accept or refuse it by these."""
-        return Traits(qkv_bias=False, o_bias=False, layers_with_rotary=self.decoder.num_hidden_layers)
+        return Traits(qkv_bias=False, o_bias=False)
 
     def rotary(self, layer: int) -> Rotary | None:
         """How the layer's queries and keys rotate with position, or None if they do not."""
         return rope.from_config(self.decoder, self.spec.head_dim)
 
+    @cached_property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """As `rotary`, of each layer."""
+        return tuple(self.rotary(layer) for layer in range(self.spec.num_layers))
+
     @property
     def first_rotary(self) -> Rotary | None:
         """How the first layer that has RoPE rotates; None if none has."""
-        rotaries = (self.rotary(layer) for layer in range(self.spec.num_layers))
-        return next((rotary for rotary in rotaries if rotary), None)
+        return next(filter(None, self.rotaries), None)
 
     def inner_window(self, layer: int) -> int | None:
         """How many tokens a layer sees, if its class has that window inside its attention, so that its masks lack it."""
@@ -275,7 +277,7 @@ class Family(ABC):
         If some layers have no RoPE, it is the number of those, whose keys are all in the latent.
         """
         spec = self.spec
-        rotary = rope_dim if self.traits.layers_with_rotary == spec.num_layers else 0
+        rotary = rope_dim if all(self.rotaries) else 0
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     @property
@@ -302,7 +304,7 @@ class Family(ABC):
             "rotary_dims": rotary.dims if rotary else 0,
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
-            "layers_with_rotary": traits.layers_with_rotary,
+            "layers_with_rotary": len(list(filter(None, self.rotaries))),
             "alibi": self.slopes is not None,
             "sinks": traits.sinks,
             "softmax_scale": self.scale,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 Storage = Literal["none", "shared", "flat", "matrix", "list"]
-Rows = Callable[["torch.Tensor", AttentionSpec], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class RowOrder:
     """
 
     layout: str
-    in_file: Rows = _by_part
+    in_file: Callable[[torch.Tensor, AttentionSpec], torch.Tensor] = _by_part
     blocks: int = 1
 
     def in_order(self, rows: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -147,7 +146,7 @@ class Projections(Family):
         projections: The names of the projections of queries, keys, values and outputs; or of the one for queries, keys and
             values, and of that of outputs.
         order: How the rows of one for queries, keys and values follow each other.
-        within: Where the projections are in the attention's module, if not directly.
+        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D.
         norm: How the QK-norm is stored; None without one.
         sinks: The name of a tensor `[H]`, the sinks of its heads; None without.
         pairing: Which two dims form a rotary pair (see `Rotary`).
@@ -169,7 +168,7 @@ class Projections(Family):
     o_bias: bool | str = False
     projections: tuple[str, ...] = NAMES
     order: RowOrder = BY_PART
-    within: str = ""
+    transposed: bool = False
     norm: NormRow | None = None
     sinks: str | None = None
     pairing: Pairing = "half"
@@ -219,12 +218,12 @@ class Projections(Family):
         return rope.from_config(self.decoder, self.spec.head_dim, self.pairing, layer_type, self.partial_rotary)
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec, self.decoder.hidden_size
-        sizes = [(count, width) for count in ([sum(self._rows)] if self.stacked else self._rows)]
+        spec, width, rows = self.spec, self.decoder.hidden_size, self._rows
+        sizes = [(count, width) for count in ([sum(rows)] if self.stacked else rows)]
         biased = (*[self._flag(self.qkv_bias)] * len(sizes), self._flag(self.o_bias))
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, size, bias in zip(self.projections, [*sizes, (width, self._rows[0])], biased, strict=True):
-            shapes[f"{name}.weight"] = size
+        for name, size, bias in zip(self.projections, [*sizes, (width, rows[0])], biased, strict=True):
+            shapes[f"{name}.weight"] = size[::-1] if self.transposed else size
             if bias:
                 shapes[f"{name}.bias"] = size[:1]
         if norm := self._norm:
@@ -234,11 +233,11 @@ class Projections(Family):
                         shapes[f"{part}.{kind}"] = norm.shape(count, spec.head_dim)
         if self.sinks is not None:
             shapes[self.sinks] = (spec.num_heads,)
-        return {self._prefix(layer) + name: shape for name, shape in shapes.items()}
+        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], layer: int) -> Attention:
-        spec, prefix = self.spec, self._prefix(layer)
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        spec, prefix = self.spec, f"{self.module(layer)}."
+        local = {name.removeprefix(prefix): self._turned(tensor) for name, tensor in tensors.items()}
         for last in ("weight", "bias"):
             if self.stacked and (stacked := local.pop(f"{self.projections[0]}.{last}", None)) is not None:
                 parts = self.order.in_order(stacked, spec).split(self._rows)
@@ -259,15 +258,15 @@ class Projections(Family):
         a = self.in_class(record, layer)
         local = join_projections(replace(a, sinks=None), self._separate)
         if self.stacked:
-            local = self._stacked(local, spec)
+            local = self._in_one(local, spec)
         if self.norm and a.q_norm and a.k_norm:
             local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
         if self.sinks is not None and a.sinks is not None:
             local[self.sinks] = a.sinks
-        return {self._prefix(layer) + name: tensor for name, tensor in local.items()}
+        return {f"{self.module(layer)}.{name}": self._turned(tensor) for name, tensor in local.items()}
 
-    def _stacked(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
+    def _in_one(self, local: Mapping[str, torch.Tensor], spec: AttentionSpec) -> dict[str, torch.Tensor]:
         """The same tensors with queries, keys and values in one."""
         import torch
 
@@ -293,7 +292,7 @@ class Projections(Family):
         return int(self.decoder.window_size) if self.local(self.decoder, layer) else None
 
     def output(self, layer: int) -> str:
-        return f"{self._prefix(layer)}{self.projections[-1]}"
+        return f"{self.module(layer)}.{self.projections[-1]}"
 
     @property
     def traits(self) -> Traits:
@@ -305,7 +304,6 @@ class Projections(Family):
             qkv_bias=self._flag(self.qkv_bias),
             o_bias=self._flag(self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
-            layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
             sinks=self.sinks is not None,
             adds_output=self.adds_output and not any(getattr(config, field) for field in self.sums_unless),
             extra_features={field: value for field in extra if (value := getattr(config, field, None)) not in (None, False)},
@@ -328,8 +326,8 @@ class Projections(Family):
         spec = self.spec
         return [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
 
-    def _prefix(self, layer: int) -> str:
-        return f"{self.module(layer)}.{self.within}{'.' if self.within else ''}"
+    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
 
     def _flag(self, flag: bool | str) -> bool:
         return bool(getattr(self.decoder, flag)) if isinstance(flag, str) else flag

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attention.models import MODEL_TYPE
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
@@ -88,7 +88,14 @@ class KvfoldProjections(Family):
             behind = record.projections is not None
             local = join_projections(record.paired("half") if behind else record, _BEHIND if behind else NAMES)
         else:
-            local = _join_factors(record, rank)
+            import torch
+
+            assert record.q_down is None, "the class has no latent of queries"
+            a = record.paired("half")  # pairs of rotary dims are P/2 dims apart
+            local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
+            if "q_proj.bias" in local and len(a.k_rope):
+                of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
+                local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
             local |= _join_projected(record.projections.source)
@@ -102,16 +109,15 @@ class KvfoldProjections(Family):
 
     @property
     def traits(self) -> Traits:
-        traits = replace(self.inner.traits, qkv_bias=self.config.qkv_bias, o_bias=self.config.o_bias)
-        # Every layer has a RoPE key, also those that had no RoPE: it is zero there.
-        return replace(traits, layers_with_rotary=self.decoder.num_hidden_layers) if self.config.rope_pairs else traits
+        return replace(self.inner.traits, qkv_bias=self.config.qkv_bias, o_bias=self.config.o_bias)
 
     def rotary(self, layer: int) -> Rotary | None:
         own = self.inner.rotary(layer)
         if not self.config.rope_pairs:
             return replace(own, pairing="half") if own and self.needs_projections else own
-        others = (self.inner.rotary(i) for i in range(self.decoder.num_hidden_layers))
-        return next(rotary.select(self.config.rope_pairs, "half") for rotary in (own, *others) if rotary)
+        rotary = own or self.inner.first_rotary  # every layer has a RoPE key, also those that had no RoPE: it is zero there
+        assert rotary is not None, "pairs are of some layer's frequencies"
+        return rotary.select(self.config.rope_pairs, "half")
 
     @property
     def needs_projections(self) -> bool:
@@ -128,17 +134,4 @@ def _join_projected(a: Attention) -> dict[str, torch.Tensor]:
     for name, norm in (("q_norm", a.q_norm), ("k_norm", a.k_norm)):
         if norm is not None:
             local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
-    return local
-
-
-def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors of a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
-    import torch
-
-    assert record.q_down is None, "the class has no latent of queries"
-    a = record.paired("half")
-    local = join_factors(a, rank) | {"o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0])}
-    if "q_proj.bias" in local and len(a.k_rope):
-        of_key = or_zeros(a.k_rope_bias, a.k_rope[:, 0])
-        local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
     return local

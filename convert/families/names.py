@@ -179,50 +179,35 @@ def _plus(tensor: torch.Tensor, offset: float) -> torch.Tensor:
 # ---- tables that several families share, or that differ from a shared one ------------------------------------------------
 
 
+def decoder_table(layers: str, around: Mapping[str, str], within: Mapping[str, str]) -> NameTable:
+    """The table of roles by paths: of modules around the layers, and of those in each of `layers`."""
+    outer = (Row(path, (role,)) for path, role in around.items())
+    return NameTable([*outer, *(in_layers(layers, path, role) for path, role in within.items())])
+
+
 def megatron(layers: str, embedding: str, final_norm: str, head: str) -> NameTable:
     """The table of classes that keep Megatron's names, with the modules around `layers` named as given."""
-    return NameTable(
-        [
-            Row(embedding, ("embedding",)),
-            in_layers(layers, "input_layernorm", "attention_norm"),
-            in_layers(layers, "post_attention_layernorm", "mlp_norm"),  # none where both run in parallel
-            in_layers(layers, "mlp.dense_h_to_4h", "mlp.up"),
-            in_layers(layers, "mlp.dense_4h_to_h", "mlp.down"),
-            Row(final_norm, ("final_norm",)),
-            Row(head, ("head",)),
-        ]
-    )
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}  # one where both run in parallel
+    mlp = {"mlp.dense_h_to_4h": "mlp.up", "mlp.dense_4h_to_h": "mlp.down"}
+    return decoder_table(layers, {embedding: "embedding", final_norm: "final_norm", head: "head"}, norms | mlp)
 
 
 def like_opt(decoder: str, final_norm: str, head: str = "lm_head", learned: bool = True) -> NameTable:
     """The table of OPT and its like, with or without learned positions, of which the first two are for padding."""
-    layers = partial(in_layers, f"{decoder}.layers")
+    around = {f"{decoder}.embed_tokens": "embedding", f"{decoder}.{final_norm}": "final_norm", head: "head"}
+    norms = {"self_attn_layer_norm": "attention_norm", "final_layer_norm": "mlp_norm"}
+    table = decoder_table(f"{decoder}.layers", around, norms | {"fc1": "mlp.up", "fc2": "mlp.down"})
     positions = Row(f"{decoder}.embed_positions", ("padding_positions", "positions"), leading=2)
-    return NameTable(
-        [
-            Row(f"{decoder}.embed_tokens", ("embedding",)),
-            *([positions] if learned else []),
-            layers("self_attn_layer_norm", "attention_norm"),
-            layers("final_layer_norm", "mlp_norm"),
-            layers("fc1", "mlp.up"),
-            layers("fc2", "mlp.down"),
-            Row(f"{decoder}.{final_norm}", ("final_norm",)),
-            Row(head, ("head",)),
-        ]
-    )
+    return table.replacing(positions) if learned else table
 
 
 in_llama = partial(in_layers, "model.layers")
 MLP = ("gate", "up", "down")
-LLAMA = NameTable(
-    [
-        Row("model.embed_tokens", ("embedding",)),
-        in_llama("input_layernorm", "attention_norm"),
-        in_llama("post_attention_layernorm", "mlp_norm"),
-        *(in_llama(f"mlp.{part}_proj", f"mlp.{part}") for part in MLP),
-        Row("model.norm", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
+LLAMA = decoder_table(
+    "model.layers",
+    {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "head"},
+    {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    | {f"mlp.{part}_proj": f"mlp.{part}" for part in MLP},
 )
 NORMS_BEHIND = LLAMA.replacing(
     in_llama("post_attention_layernorm", "attention_output_norm"),
@@ -234,17 +219,10 @@ NORMS_AROUND = NORMS_BEHIND.replacing(
     in_llama("pre_feedforward_layernorm", "mlp_norm"),
 )
 WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
-GPT2 = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        Row("transformer.wpe", ("positions",)),
-        in_layers("transformer.h", "ln_1", "attention_norm"),
-        in_layers("transformer.h", "ln_2", "mlp_norm"),
-        in_layers("transformer.h", "mlp.c_fc", "mlp.up"),
-        in_layers("transformer.h", "mlp.c_proj", "mlp.down"),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
+GPT2 = decoder_table(
+    "transformer.h",
+    {"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.ln_f": "final_norm", "lm_head": "head"},
+    {"ln_1": "attention_norm", "ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
 )
 GPTJ = GPT2.replacing(
     in_layers("transformer.h", "mlp.fc_in", "mlp.up"),

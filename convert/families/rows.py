@@ -71,9 +71,7 @@ MEGATRON: dict[str, Any] = {
 ROWS = [
     Projections("llama", **_ATTENTION_BIAS),
     Projections("arcee", **_ATTENTION_BIAS),
-    Projections("cwm", extra_features=_WINDOW),
-    Projections("mistral", extra_features=_WINDOW),
-    Projections("ministral", extra_features=_WINDOW),
+    *(Projections(model_type, extra_features=_WINDOW) for model_type in ("cwm", "mistral", "ministral")),
     Projections("mixtral", names=NUMBERED_EXPERTS, extra_features=_WINDOW),
     Projections("qwen2", qkv_bias=True, extra_features=_WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     Projections(
@@ -238,8 +236,7 @@ ROWS = [
         "gpt_neo",
         names=GPT2,
         o_bias=True,
-        **_LIKE_OPT,
-        within="attention",
+        **_LIKE_OPT | {"projections": tuple(f"attention.{name}" for name in (*PARTS, "out_proj"))},
         scaled_by=1.0,
         local=lambda config, layer: bool(config.attention_layers[layer] == "local"),
         attention_path="transformer.h.{layer}.attn",

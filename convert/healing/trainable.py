@@ -1,6 +1,6 @@
 """The weights of a student that train, parameters or thin matrices beside them (LoRA), and those that stay.
 
-Constants that switch the norm of a latent off (`convert.families.neutral`) are weights, too. They stay bit for bit, and so do
+Constants that switch the norm of a latent off (`convert.families.latent`) are weights, too. They stay bit for bit, and so do
 the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convert.families.neutral import constant_channels, is_query_latent
+from convert.families.latent import constant_channels, is_query_latent
 from convert.healing.plan import is_matrix
 from convert.healing.team import whole
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from convert.hosts import deepseek_v3, falcon, gpt_bigcode, inside, kvfold, minicpm3, phi, portable, source_class
+from convert.hosts import kvfold, latent, sharing, source_class
 from convert.hosts.base import Host
 
 HOSTS: dict[str, tuple[Host, ...]] = {
-    "gqa": (source_class.HOST, phi.HOST, kvfold.HOST),
-    "mqa": (source_class.MQA_HOST, phi.HOST, gpt_bigcode.HOST, falcon.HOST, kvfold.HOST),
-    "mla": (deepseek_v3.HOST, minicpm3.HOST, inside.HOST, kvfold.LATENT_HOST),
+    "gqa": (source_class.HOST, sharing.PHI, kvfold.HOST),
+    "mqa": (source_class.MQA_HOST, sharing.PHI, sharing.BIGCODE, sharing.FALCON, kvfold.HOST),
+    "mla": (latent.DEEPSEEK, latent.MINICPM3, latent.INSIDE, kvfold.LATENT_HOST),
 }
 
 # The class that `mla --portable` makes, in place of those above.
-PORTABLE: tuple[Host, ...] = (portable.HOST,)
+PORTABLE: tuple[Host, ...] = (latent.PORTABLE,)
 
 __all__ = ["HOSTS", "PORTABLE", "Host"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,11 @@ class Host(ABC):
         remarks: Sentences for the model card: what to know when running the result.
         replaces: What happened to a tensor of the source's attention that the class has no name for, for conversion.json.
         families: The families whose blocks it can carry if the config allows it.
-        loading: The arguments that `from_pretrained` needs to load the result.
-        code: Files of Python that the result is loaded with, which are copied beside its weights.
+        code: Files of Python that the result is loaded with, which are copied beside its weights: kvfold's class. Its layers
+            may have latents of different ranks, and it keeps a source's projections with QK-norm or clamp, and has what is
+            new behind them.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
-        ranks_per_layer: Whether its layers may have latents of different ranks.
-        keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
     """
 
@@ -46,16 +45,13 @@ class Host(ABC):
     remarks: tuple[str, ...] = ()
     replaces: str
     families: Collection[str]
-    loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
     portable: bool = False
-    ranks_per_layer: bool = False
-    keeps_projections: bool = False
     keeps_sinks: bool = False
 
     def reads_projections(self, family: Family) -> bool:
         """Whether what it holds of such a source is behind its projections (`attention.record.HeadProjections`)."""
-        return self.keeps_projections and family.needs_projections
+        return bool(self.code) and family.needs_projections
 
     @property
     def kind(self) -> str:
@@ -105,25 +101,47 @@ class Host(ABC):
         return config_of(self.config(raw, family, target, None))
 
 
-# The activations that are a GELU, exact or not.
-GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+class StockClass(Host):
+    """A class of transformers that holds sources of other types, by their blocks.
 
-
-def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) -> str:
-    """The architecture that config.json names for a stock class: `name`, if engines' own classes compute its activation.
-
-    Some of them compute one activation, whatever the config says. By the other name, vLLM runs transformers' modules or
-    refuses, and software that does not know it refuses.
-
-    Args:
-        name: The class of transformers.
-        activation: Of the MLP.
-        computed: What engines' classes compute.
+    Attributes:
+        blocks: Whose decoder blocks it has, for refusals.
+        architecture: Its name in config.json, by which engines choose their code, for activations that their classes compute.
+            Some compute one, whatever the config says. Others get another name: by that, vLLM runs transformers' modules or
+            refuses, and software that does not know it refuses.
+        computes: Those activations of the MLP.
+        carried: The fields of a source's config that its own keeps.
     """
-    return name if activation in computed else "TransformersForCausalLM"
+
+    blocks: str
+    architecture: str
+    computes: tuple[str, ...] = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # all that are a GELU, exact or not
+    carried: tuple[str, ...]
+
+    @abstractmethod
+    def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
+        """As `refuses`, of a family that it is for."""
+
+    @abstractmethod
+    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """The fields of config.json that are not of its source's."""
+
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        if family.model_type in self.families:
+            return self.refuses_config(family, target)
+        known = ", ".join(self.families)
+        return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {known})"
+
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
+        activation = getattr(config, "activation_function", None) or config.hidden_act
+        return {
+            "architectures": [self.architecture if activation in self.computes else TRANSFORMERS],
+            "model_type": self.name,
+            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},  # the dtype as it is written
+            **{key: getattr(config, key) for key in self.carried if hasattr(config, key)},
+            **self.own(family, target, rotary),
+        }
 
 
-def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:
-    """Fields of a source's config that another class's keeps: the dtype as it is written, and what it has of `fields`."""
-    named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
-    return named | {key: getattr(config, key) for key in fields if hasattr(config, key)}
+TRANSFORMERS = "TransformersForCausalLM"  # the architecture of what no engine's own class computes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from attention.auto import config_of
@@ -21,7 +20,7 @@ from convert.families import FAMILIES, Family
 from convert.families.base import CLIP, SOFTCAP, WINDOWS, has_other_models
 from convert.families.kvfold import around
 from convert.hosts.base import Host
-from convert.hosts.phi import HOST as PHI
+from convert.hosts.sharing import PHI
 
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.
@@ -50,10 +49,7 @@ class Kvfold(Host):
         "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
-    loading: Mapping[str, Any] = {"trust_remote_code": True}
-    code: tuple[Path, ...] = CODE
-    ranks_per_layer = True
-    keeps_projections = True
+    code = CODE
 
     def __init__(self, families: frozenset[str], reason: str, replaces: str, in_vllm: tuple[str, ...]) -> None:
         self.families, self.replaces, self._in_vllm = families, replaces, in_vllm
@@ -65,7 +61,10 @@ class Kvfold(Host):
         )
 
     def engines(self, family: Family) -> frozenset[str]:
-        run = family.model_type in self._in_vllm and (family.config is None or _vllm_takes(family))
+        run = family.model_type in self._in_vllm
+        if run and family.config is not None:  # vLLM's plugin refuses windows, caps, and RoPE that depends on the length
+            limited = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
+            run = not limited and rope_objection(family.config) is None
         return frozenset({"transformers", *(["vllm"] if run else [])})
 
     def layout(self, family: Family) -> Family:
@@ -87,12 +86,12 @@ class Kvfold(Host):
         for field, value in traits.extra_features.items():
             if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
-        rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(layer))]
+        rotaries = [rotary for rotary in family.rotaries if rotary]
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
             return "layers rotate different numbers of dims, and kvfold's RoPE keys have one list for all layers"
-        lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
+        lists = [_frequencies(rotary) for rotary in rotaries]
         if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
             return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if (stock := _stock(family)) and (reason := stock.refuses(family, family.spec)):
@@ -141,12 +140,6 @@ class Kvfold(Host):
         }
 
 
-def _vllm_takes(family: Family) -> bool:
-    """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
-    limits = family.traits.extra_features.keys() & {*WINDOWS, SOFTCAP}
-    return not limits and rope_objection(family.config) is None
-
-
 def _stock(family: Family) -> Host | None:
     """The stock class that the class is built around for a source of `family`; None for the source's own.
 
@@ -167,7 +160,7 @@ def _behind_heads(family: Family) -> dict[str, Any]:
     if not family.needs_projections:
         return {}
     spec = family.spec
-    plain = [layer for layer in range(spec.num_layers) if family.rotary(layer) is None]
+    plain = [layer for layer, rotary in enumerate(family.rotaries) if rotary is None]
     return {
         **_kept_projections(family),
         "projected_kv_heads": spec.num_kv_heads,
@@ -183,10 +176,8 @@ def _rotation(family: Family, rotary: Rotary | None, rope_dim: int) -> dict[str,
         return {"rope_pairs": []}
     if rotary is None:  # only sizes matter
         return {"rope_pairs": [0] * (rope_dim // 2)}
-    known = list(zip(*_lists(source), strict=True))
-    pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
-    rotaries = [family.rotary(layer) for layer in range(family.decoder.num_hidden_layers)]
-    factors = [each.attention_factor if each else 1.0 for each in rotaries]
+    pairs = [_frequencies(source).index(pair) for pair in _frequencies(rotary)]
+    factors = [each.attention_factor if each else 1.0 for each in family.rotaries]
     return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **_stride(family)}
 
 
@@ -194,9 +185,10 @@ def _stride(family: Family) -> dict[str, int]:
     return {"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}
 
 
-def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
+def _frequencies(rotary: Rotary) -> list[tuple[float, float]]:
+    """Of each pair: in short sequences, and in long ones."""
     long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
-    return rotary.frequencies.tolist(), long.tolist()
+    return list(zip(rotary.frequencies.tolist(), long.tolist(), strict=True))
 
 
 HOST = Kvfold(

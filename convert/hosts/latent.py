@@ -1,64 +1,58 @@
-"""The base of stock output classes with latent attention: DeepSeek-V3's and those that equal it.
+"""Stock output classes with latent attention: DeepSeek-V3's without experts, alone or inside another model, and MiniCPM3's.
 
 `convert.families.latent` writes their tensors and the constant channels that neutralise their latent norm. Query biases, for
 which the classes have no place, go through their latent of queries.
+
+MiniCPM3's class multiplies embeddings by `scale_emb`, what layers add by `scale_depth` / √layers, and divides the last hidden
+states by hidden_size / `dim_model_base`. Its norms store gains themselves, so 1 is added to those of a source that stores
+gain − 1. Models with a decoder inside that build it by its type (llava and its like) take any; others, which have one of their
+own, take none.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.families import Family
-from convert.families.neutral import constants, latent_size, query_rank
-from convert.hosts.base import Host, carried
+from convert.families import Family, family_of
+from convert.families.base import decoder_of
+from convert.families.latent import V3, constants, latent_size, query_rank
+from convert.hosts.base import TRANSFORMERS, StockClass
+from convert.hosts.source_class import LLAMA_CPP
 
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 LISTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-# What engines choose their code by; transformers goes by model_type. Their own classes would drop the biases. By this name vLLM
-# runs transformers' modules, and software that does not know it refuses.
-_ARCHITECTURE = "TransformersForCausalLM"
-_CARRIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-    "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
-    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-
 EXPANDS = (  # a remark on all that stock transformers runs
     "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
     '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.'
 )
 
 
-class StockLatent(Host):
-    """A stock class that caches a latent and a RoPE key.
+class StockLatent(StockClass):
+    """A stock class that caches a latent and a RoPE key."""
 
-    Attributes:
-        blocks: Whose decoder blocks it has, for refusals.
-    """
-
-    blocks: str
+    # Engines' own classes would drop the biases.
+    architecture = TRANSFORMERS
+    carried = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+        "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
+        "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (EXPANDS,)
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
 
     @abstractmethod
-    def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:
-        """The fields of config.json that only this class has."""
-
-    @abstractmethod
     def refuses_blocks(self, config: Any) -> str | None:
         """Why the class cannot hold what is around the attention, of a family that it is for; None if it can."""
 
-    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+    def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
         config = family.config
         parameters = getattr(config, "rope_parameters", None) or {}
-        if family.model_type not in self.families:
-            known = ", ".join(self.families)
-            return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {known})"
         if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
         rotary = family.rotary(0)
@@ -74,7 +68,7 @@ class StockLatent(Host):
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if reason := self.refuses_blocks(config):
             return reason
-        if not traits.layers_with_rotary:
+        if not any(family.rotaries):
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
         for field, value in traits.extra_features.items():
             if field != "sliding_window":
@@ -92,12 +86,9 @@ class StockLatent(Host):
     def latent_size(self, kv_lora_rank: int) -> float | None:
         return latent_size(constants(kv_lora_rank))
 
-    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         config = family.config
         return {
-            "architectures": [_ARCHITECTURE],
-            "model_type": self.name,
-            **carried(raw, config, _CARRIED),
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
             "q_lora_rank": query_rank(config.hidden_size) if family.traits.qkv_bias else None,
@@ -106,7 +97,6 @@ class StockLatent(Host):
             "v_head_dim": target.head_dim,
             "attention_bias": True,
             **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
-            **self.own(config, target),
         }
 
     def notes(self, family: Family) -> tuple[str, ...]:
@@ -134,3 +124,207 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
         "attention_factor": 1.0,
         "original_max_position_embeddings": rotary.long_beyond or config.max_position_embeddings,
     }
+
+
+class DeepseekV3(StockLatent):
+    """The stock class `deepseek_v3`."""
+
+    name = "deepseek_v3"
+    blocks = "Llama's"
+    # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
+    families: Collection[str] = (
+        "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3"
+    )  # fmt: skip
+    runs = frozenset({"transformers", "vllm"})
+    served_by = (
+        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
+        "and of llama with --engine llama.cpp also llama.cpp"
+    )
+    remarks = (
+        *StockLatent.remarks,
+        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
+        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
+        "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
+        "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
+    )
+
+    def refuses_blocks(self, config: Any) -> str | None:
+        if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
+            return "the MLP has biases, which the class does not support"
+        return None
+
+    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        return {
+            **super().own(family, target, rotary),
+            "rope_interleave": True,
+            # All layers are dense, so no expert is built.
+            "first_k_dense_replace": target.num_layers,
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": family.config.intermediate_size,
+            "num_nextn_predict_layers": 0,
+        }
+
+
+DEEPSEEK = DeepseekV3()
+
+
+class InsideClass(DeepseekV3):
+    """The class of a model with a decoder inside, which becomes one that `deepseek_v3` holds."""
+
+    name = f"its own class around {DEEPSEEK.name}"
+    served_by = "no engine was tried"
+    runs = frozenset({"transformers"})
+    families = ()
+
+    def layout(self, family: Family) -> Family:
+        return DEEPSEEK.layout(family).inside(family.path, family.config)
+
+    def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        if not family.path:
+            return "the class is for decoders inside other models, of types that are also read alone"
+        if reason := DEEPSEEK.refuses(alone(family), target):
+            return reason
+        raw = {**family.config.to_dict(), "text_config": family.decoder.to_dict()}
+        made = decoder_of(self.sized(raw, family, target))
+        if made.model_type != DEEPSEEK.name:
+            return f"the class of {family.model_type} always builds {made.model_type} as its decoder"
+        return None
+
+    def notes(self, family: Family) -> tuple[str, ...]:
+        return DEEPSEEK.notes(alone(family))
+
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        return {**raw, "text_config": DEEPSEEK.config(raw["text_config"], alone(family), target, rotary)}
+
+
+def alone(family: Family) -> Family:
+    """The family of the decoder inside a model, without what is around it."""
+    return family_of(family.decoder.model_type).of(family.decoder)
+
+
+# ---- portable ---------------------------------------------------------------------------------------------------------
+
+_TURNS = 1e12
+_EXACT = 1e-5  # of a ladder's ratio: frequencies are computed in fp32
+
+
+class Portable(DeepseekV3):
+    """`deepseek_v3` as DeepSeek's own checkpoints are: no biases, no list of frequencies, for engines' own classes of it.
+
+    Its latents have a nearly constant norm (`convert.methods.portable_norm`). Its frequencies are a geometric ladder. That is
+    written as YaRN of factor 1, which has the same frequencies: vLLM's CPU operator is wrong for `default`. Its head is a
+    tensor of its own, even where the source ties it to the embedding, because engines expect that.
+    """
+
+    name = "portable deepseek_v3"
+    opened_by = "transformers ≥ 5.19 loads it without kvfold, and engines run it as they run DeepSeek-V3 without experts."
+    remarks = (EXPANDS,)
+    portable = True
+
+    def layout(self, family: Family) -> Family:
+        return V3
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 1  # what makes the norm of latents constant
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return super().engines(family) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
+
+    def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
+        if reason := super().refuses_config(family, target):
+            return reason
+        if family.spec.kv_lora_rank:
+            return "it has a latent already, which may have biases (convert the original with --portable)"
+        if family.traits.qkv_bias:
+            return "queries and keys have biases, and the class has none (without --portable, its biases carry them)"
+        if (activation := getattr(family.config, "hidden_act", "silu")) != "silu":
+            return f"the MLP's activation is {activation}, and engines' own classes compute SiLU, whatever the config says"
+        rotary = family.rotary(0)
+        if rotary is None or rotary.long_frequencies is not None or ladder_ratio(rotary) is None:
+            return "its RoPE frequencies are not a geometric ladder from 1, and the class would need a list of them"
+        return None
+
+    def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        written = super().config(raw, family, target, rotary)
+        written |= {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": V3.model_type,
+            "attention_bias": False,
+            "q_lora_rank": target.q_lora_rank,
+            # llama.cpp stops at a single group of a single expert.
+            "n_group": None,
+            "topk_group": None,
+            # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
+            "tie_word_embeddings": False,
+        }
+        return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, family.config)})
+
+
+def ladder_ratio(rotary: Rotary) -> float | None:
+    """The ratio of neighbouring frequencies, from 1 downwards; None if they are not a geometric ladder."""
+    found = rotary.frequencies.double()
+    if len(found) == 1:
+        return 1.0 if float(found[0]) == 1 else None
+    ratio = float(found[-1] / found[0]) ** (1 / (len(found) - 1))
+    expected = found.new_tensor([ratio**i for i in range(len(found))])
+    return ratio if bool(((found / expected - 1).abs() < _EXACT).all()) else None
+
+
+def _as_yarn(rotary: Rotary, config: Any) -> dict[str, Any]:
+    """YaRN of factor 1 on the base θ with θ^(−2i/P) as frequencies; its scales of logits are 1."""
+    ratio = ladder_ratio(rotary)
+    assert ratio is not None, "only ladders are chosen for this class"
+    return {
+        "rope_type": "yarn",
+        "rope_theta": ratio ** -len(rotary.frequencies) if len(rotary.frequencies) > 1 else 10_000.0,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        # So many turns have no frequency: the ramp between both kinds of them, which would round, is nowhere.
+        "beta_fast": _TURNS,
+        "beta_slow": _TURNS,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+# ---- MiniCPM3 ---------------------------------------------------------------------------------------------------------
+
+_SCALES = ("scale_emb", "scale_depth", "dim_model_base", "mlp_bias")
+
+
+class MiniCPM3(StockLatent):
+    """The stock class `minicpm3`."""
+
+    name = "minicpm3"
+    blocks = "Gemma's"
+    families = ("gemma",)  # tested to be exact
+    served_by = "vLLM and llama.cpp refuse it"
+    remarks = (
+        *StockLatent.remarks,
+        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`, which MiniCPM3's own\n"
+        "checkpoints lack. So config.json says that the architecture is TransformersForCausalLM, and engines do not take\n"
+        "their own MiniCPM3 classes. Saving the model again with transformers changes that field.",
+        "Gains of norms are stored as they are, and Gemma stores them less one. In bfloat16 this rounds them once more.",
+    )
+
+    def refuses_blocks(self, config: Any) -> str | None:
+        if config.hidden_size % config.num_attention_heads:
+            return (
+                f"hidden_size is {config.hidden_size}, and the class takes only multiples of the {config.num_attention_heads} "
+                "attention heads"
+            )
+        return None
+
+    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        config = family.config
+        scales: tuple[Any, ...] = config.hidden_size**0.5, math.sqrt(target.num_layers), config.hidden_size, False
+        if config.model_type == self.name:
+            scales = tuple(getattr(config, key) for key in _SCALES)
+        return {**super().own(family, target, rotary), **dict(zip(_SCALES, scales, strict=True))}
+
+
+INSIDE, MINICPM3, PORTABLE = InsideClass(), MiniCPM3(), Portable()

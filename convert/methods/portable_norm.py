@@ -1,6 +1,6 @@
 """Latents whose norm is nearly constant, for classes that normalise them and have no biases.
 
-An RMSNorm divides a latent by its own size. Constants switch that off (`convert.families.neutral`), and need biases. Without
+An RMSNorm divides a latent by its own size. Constants switch that off (`convert.families.latent`), and need biases. Without
 them, the latent itself can be made to have nearly the same size for every token: the norm then divides by about one. Two things
 are free. One more channel, w·x, is a least squares fit of 1 on x: w = Σ⁻¹ μ. And keys and values do not mind in which basis a
 latent is stored: any map B of its channels is undone behind the norm. So c = (w; B D) x for a latent D x, with w and B such

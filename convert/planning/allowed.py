@@ -167,7 +167,7 @@ def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | No
         return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
     if reason := host.refuses(family, target):
         return reason
-    if target.layer_ranks is not None and not host.ranks_per_layer:
+    if target.layer_ranks is not None and not host.code:
         return "the latents of its layers have one rank"
     if engine and engine.name not in host.engines(family):
         return f"{engine.name} does not run it, as far as was tried"

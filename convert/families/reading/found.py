@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention import rope
 from attention.record import Scoring
+from attention.rope import Pairing, Rotary
 from convert.families.base import SOFTCAP, Traits
 from convert.families.heads import Projections
 from convert.families.reading.twin import kinds
@@ -25,23 +25,12 @@ class Reading:
         scale: Of its logits.
     """
 
-    pairing: rope.Pairing | None = None
+    pairing: Pairing | None = None
     partial: bool = False
     backwards: bool = False
     window: str | None = None
     cap: bool = False
     scale: float = 1.0
-
-    def rotary(self, config: Any, head_dim: int, layer: int) -> rope.Rotary | None:
-        if self.pairing is None:
-            return None
-        types = getattr(config, "layer_types", None)
-        found = rope.from_config(config, head_dim, self.pairing, types[layer] if types else None, self.partial)
-        return found.backwards if self.backwards else found
-
-    def scoring(self, config: Any) -> Scoring:
-        window = None if self.window is None else int(getattr(config, self.window))
-        return Scoring(None, window, getattr(config, SOFTCAP) if self.cap else None)
 
 
 @dataclass(frozen=True)
@@ -61,19 +50,24 @@ class Found(Projections):
 
     @property
     def traits(self) -> Traits:
-        rotated = sum(self.reading(layer).pairing is not None for layer in range(self.spec.num_layers))
-        far = {} if self.far_queries is None else {"far queries times": round(self.far_queries, 2)}
-        traits = super().traits
-        return replace(traits, layers_with_rotary=rotated, extra_features={**traits.extra_features, **far})
+        traits, far = super().traits, self.far_queries
+        if far is None:
+            return traits
+        return replace(traits, extra_features={**traits.extra_features, "far queries times": round(far, 2)})
 
     def reading(self, layer: int) -> Reading:
         return dict(self.readings)[kinds(self.config, self.lists)[layer]]
 
-    def rotary(self, layer: int) -> rope.Rotary | None:
-        return self.reading(layer).rotary(self.decoder, self.spec.head_dim, layer)
+    def rotary(self, layer: int) -> Rotary | None:
+        reading = self.reading(layer)
+        if reading.pairing is None:
+            return None
+        found = Projections.rotary(replace(self, pairing=reading.pairing, partial_rotary=reading.partial), layer)
+        return found.backwards if found and reading.backwards else found
 
     def window(self, layer: int) -> int | None:
-        return self.scoring(layer).window
+        field = self.reading(layer).window
+        return None if field is None else int(getattr(self.decoder, field))
 
     def scoring(self, layer: int) -> Scoring:
-        return self.reading(layer).scoring(self.decoder)
+        return Scoring(None, self.window(layer), getattr(self.decoder, SOFTCAP) if self.reading(layer).cap else None)

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from attention import rope
 from attention.qk_norm import QKNorm
 from attention.record import Attention
+from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import SOFTCAP
 from convert.families.heads import BEHIND_ROPE, BY_KV_HEAD, BY_PART, NormRow, RowOrder, Storage
@@ -44,14 +44,12 @@ def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> 
     """
     modules, count = dict(twin.model.named_modules()), len(twin.layers)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
-    for stacked in (False, True):
-        stacks = [(path, found) for path in lists if (found := list(_attentions(modules, calls, f"{path}.0", spec, stacked)))]
-        if stacks:
-            break
-    else:
+    found = [(path, *attention) for path in lists for attention in _attentions(modules, calls, f"{path}.0", spec)]
+    found = [one for one in found if len(one[2]) > 1] or found  # with projections apart, if there are such
+    if not found:
         raise Unread("its first layer has no attention with projections of queries, keys, values and outputs")
-    (layers, ((module, read, output), *others)), *more = stacks
-    if others or more:
+    (layers, module, read, output), *others = found
+    if others:
         raise Unread("its layers have several attentions, or there are several stacks of layers")
     path = f"{layers}.0.{module}"
     unused = [name for name, other in modules.items() if type(other) is type(modules[path]) and name not in calls]
@@ -77,11 +75,11 @@ def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> 
 
 
 def _attentions(
-    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec, stacked: bool
+    modules: Mapping[str, Any], calls: Mapping[str, Call], layer: str, spec: AttentionSpec
 ) -> Iterator[tuple[str, list[str], str]]:
     """The modules of a layer three or more of whose projections read its input, and one of which gives its output.
 
-    If `stacked`, one alone reads it, of the size of queries, keys and values together.
+    One alone may read it, too, of the size of queries, keys and values together.
     """
     heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for path, module in modules.items():
@@ -93,7 +91,7 @@ def _attentions(
         gave = [name for name, call in own.items() if torch.equal(call.gave, calls[path].gave)]
         sizes = [getattr(module, name).out_features for name in read]
         separate = sizes.count(groups) >= 2 and sizes.count(heads) >= (3 if heads == groups else 1)
-        if len(gave) == 1 and (sizes == [heads + 2 * groups] if stacked else separate):
+        if len(gave) == 1 and (separate or sizes == [heads + 2 * groups]):
             yield path.removeprefix(f"{layer}."), read, gave[0]
 
 
@@ -122,9 +120,9 @@ class Search:
     def __init__(self, twin: Twin, spec: AttentionSpec, calls: Mapping[str, Call]) -> None:
         self.twin, self.spec, self.calls = twin, spec, calls
         self.layers, module, self.names = _projections(twin, calls, spec)
-        self.stacked = len(self.names) == 2
         self.path = f"{self.layers}.{{layer}}.{module}"
-        self.first = twin.model.get_submodule(self.path.format(layer=0))
+        self.first = self.path.format(layer=0)
+        self.module, self.call = twin.model.get_submodule(self.first), calls[self.first]
 
     def family(self, config: Any) -> Found:
         """The family that explains the class; if its projections are stacked, rows by part are tried before rows by KV head.
@@ -133,7 +131,7 @@ class Search:
             Unread: None does.
         """
         reasons = []
-        for order in (BY_PART, BY_KV_HEAD) if self.stacked else (BY_PART,):
+        for order in (BY_PART, BY_KV_HEAD) if len(self.names) == 2 else (BY_PART,):
             try:
                 return self._family(config, order)
             except Unread as why:
@@ -142,11 +140,14 @@ class Search:
         raise next((why for why in reversed(reasons) if isinstance(why, Unexplained)), reasons[0])
 
     def _family(self, config: Any, order: RowOrder) -> Found:
-        biases = [self.first.get_submodule(name).bias is not None for name in self.names]
+        biases = [self.module.get_submodule(name).bias is not None for name in self.names]
         norms = [self._norm(states) for states in self._states(order)]
         if len(set(biases[:-1])) > 1 or (norms[0] is None) != (norms[1] is None):
             raise Unread("its queries, keys and values do not have biases and norms alike")
         (q_norm, row), (k_norm, _) = (norm or ("", None) for norm in norms)
+        whole, cosines = self.calls.get(f"{self.layers}.0"), self.call.cosines
+        inside = [call for path, call in self.calls.items() if path.startswith(f"{self.layers}.0.")]
+        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
         family = Found(
             config.model_type,
             config=self.twin.config,
@@ -160,15 +161,16 @@ class Search:
             projections=self.names,
             order=order,
             lists=self.twin.lists,
-            rope_stride=self._rope_stride(),
-            adds_output=self._adds_output(),
+            rope_stride=2 if doubled else 1,
+            # Something in the layer reads the sum of the layer's input and its attention's output.
+            adds_output=whole is not None and any(near(call.read, whole.read + self.call.gave) for call in inside),
         )
         family = replace(family, sinks=self._sinks(family))
         self._require_no_more(family)
         readings: dict[tuple[Any, ...], Reading] = {}
         for layer, kind in enumerate(kinds(self.twin.config, self.twin.lists)):
             scales = [reading.scale for reading in readings.values()]  # one that was fitted is found again, exactly
-            found = self._reading(replace(family, readings=((kind, Reading()),)), layer, scales)
+            found = self._reading(replace(family, readings=((kind, Reading()),)), kind, layer, scales)
             if readings.setdefault(kind, found) != found:
                 raise Unexplained(f"layer {self.twin.layers[layer]} differs from others, and config.json does not say how")
         of_kinds = readings.values()
@@ -187,12 +189,6 @@ class Search:
             scaled_by=scales[0],
             extra_features=(*caps, *windows),
         )
-
-    def _rope_stride(self) -> int:
-        """Columns of the class's cosines from one frequency to the next."""
-        cosines = self.calls[self.path.format(layer=0)].cosines
-        doubled = cosines is not None and cosines.shape[-1] > 2 and torch.equal(cosines[..., ::2], cosines[..., 1::2])
-        return 2 if doubled else 1
 
     def _sinks(self, family: Found) -> str | None:
         """The one further parameter of the attention that has a number for each head, if there is one: perhaps its sinks."""
@@ -215,16 +211,15 @@ class Search:
 
     def _states(self, order: RowOrder) -> Sequence[torch.Tensor]:
         """What its projections give as queries and as keys, each `[1, heads, T, D]`."""
-        spec, path = self.spec, self.path.format(layer=0)
-        given = torch.cat([self.calls[f"{path}.{name}"].gave[0] for name in self.names[:-1]], -1)
+        spec = self.spec
+        given = torch.cat([self.calls[f"{self.first}.{name}"].gave[0] for name in self.names[:-1]], -1)
         heads = order.in_order(given.mT, spec).unflatten(0, (-1, spec.head_dim)).transpose(1, 2)
         return heads[None].split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)[:2]
 
     def _norm(self, states: torch.Tensor) -> tuple[str, NormRow] | None:
         """The norm of queries or keys `[1, heads, T, D]`, before or after RoPE: its name, and how it normalises."""
-        path = self.path.format(layer=0)
-        for name, module in self.first.named_modules():
-            call, gain = self.calls.get(f"{path}.{name}"), getattr(module, "weight", None)
+        for name, module in self.module.named_modules():
+            call, gain = self.calls.get(f"{self.first}.{name}"), getattr(module, "weight", None)
             if call is None or isinstance(module, nn.Linear) or not isinstance(gain, torch.Tensor | None):
                 continue
             read, gave = _by_heads(call.read, states.shape), _by_heads(call.gave, states.shape)
@@ -232,9 +227,10 @@ class Search:
                 continue
             if call.times:
                 raise Unexplained(f"{name} of its attention runs several times")
-            if not _along(read[:, :, 0], states[:, :, 0]):  # RoPE leaves the first token as it is, up to a factor of cosines
+            first, ours = read[:, :, 0], states[:, :, 0]
+            if not near(first * (ours.norm() / first.norm()), ours):  # RoPE leaves it as it is, up to a factor of cosines
                 continue
-            if gain is not None and gain.numel() not in (states.shape[-1], states[:, :, 0].numel()):
+            if gain is not None and gain.numel() not in (states.shape[-1], ours.numel()):
                 continue
             row = self._form(module, read, gave, after_rotary=not torch.equal(read, states))
             if row is not None and row.eps:
@@ -259,22 +255,21 @@ class Search:
                 return row
         return None
 
-    def _reading(self, family: Found, layer: int, scales: Sequence[float]) -> Reading:
-        """What a layer's attention computes."""
+    def _reading(self, family: Found, kind: tuple[Any, ...], layer: int, scales: Sequence[float]) -> Reading:
+        """What the attention of a layer of that kind computes."""
         config, path = self.twin.decoder, family.module(layer)
         state, call = self.twin.state, self.calls[path]
         record = family.split({name: state[name].double() for name in family.shapes(layer)}, layer)
         windows = [name for name, value in vars(config).items() if "window" in name and type(value) is int and value > 1]
-        kept = [
-            value for value in vars(self.twin.model.get_submodule(path)).values() if type(value) is float and 0 < value < 100
-        ]
+        module = self.twin.model.get_submodule(path)
+        kept = [value for value in vars(module).values() if type(value) is float and 0 < value < 100]
         caps = [False, *([True] if getattr(config, SOFTCAP, None) else [])]
 
         def tries() -> Iterator[tuple[Reading, Attention]]:
             for rotation, window, cap in itertools.product(self._rotations(), [None, *windows], caps):
                 reading = replace(rotation, window=window, cap=cap)
-                rotary = reading.rotary(config, self.spec.head_dim, layer)
-                yield reading, replace(record, rotary=rotary, scoring=reading.scoring(config))
+                tried = replace(family, readings=((kind, reading),))
+                yield reading, replace(record, rotary=tried.rotary(layer), scoring=tried.scoring(layer))
 
         for reading, ours in tries():
             for scale in dict.fromkeys([self.spec.head_dim**-0.5, *scales, *kept]):
@@ -287,17 +282,15 @@ class Search:
         raise Unexplained(f"RoPE, windows and scales{also} do not explain what layer {self.twin.layers[layer]} computes")
 
     def _rotations(self) -> Iterator[Reading]:
-        pairings: tuple[rope.Pairing, ...] = ("half", "interleaved")
-        yield from (
-            Reading(pairing, share, backwards)
-            for backwards, pairing, share in itertools.product((False, True), pairings, (False, True))
-            if getattr(self.twin.decoder, "rope_parameters", None)
-        )
+        pairings: tuple[Pairing, ...] = ("half", "interleaved")
+        if getattr(self.twin.decoder, "rope_parameters", None):
+            for backwards, pairing, share in itertools.product((False, True), pairings, (False, True)):
+                yield Reading(pairing, share, backwards)
         yield Reading()
 
     def _input_norm(self) -> list[Row]:
         """The norm whose output the attention reads, if that has gains."""
-        x, layer = self.calls[self.path.format(layer=0)].read, f"{self.layers}.0."
+        x, layer = self.call.read, f"{self.layers}.0."
         for path, call in self.calls.items():
             module: Any = self.twin.model.get_submodule(path)
             gain: Any = getattr(module, "weight", None)
@@ -307,12 +300,6 @@ class Search:
                 found = in_layers(self.layers, path.removeprefix(layer), "attention_norm")
                 return [replace(found, offset=form.gain_offset)]
         return []
-
-    def _adds_output(self) -> bool:
-        """Whether something in the layer reads the sum of the layer's input and its attention's output."""
-        layer, gave = f"{self.layers}.0", self.calls[self.path.format(layer=0)].gave
-        inside = [call for path, call in self.calls.items() if path.startswith(f"{layer}.")]
-        return layer in self.calls and any(near(call.read, self.calls[layer].read + gave) for call in inside)
 
 
 def _scale(record: Attention, call: Call) -> float | None:
@@ -328,11 +315,6 @@ def _scale(record: Attention, call: Call) -> float | None:
             return None
         low, high = best - width, best + width
     return math.exp(best) if near(computed(replace(record, scale=math.exp(best)), x), gave) else None
-
-
-def _along(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether one is the other times a number."""
-    return near(a * (b.norm() / a.norm()), b)
 
 
 def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ from convert.families.base import Family, decoder_of
 
 _SHORT = 6  # tokens: what windows become, and lengths from which on a class does something else, so that texts pass them
 _LENGTHS = re.compile("window|chunk|original_max_position|span|horizon")
-_WIDTHS = re.compile("intermediate|ffn|n_inner|mlp_hidden")
-_VOCABULARY, _MLP, _EXPERTS = 64, 32, 16
+_VOCABULARY = 64
+_LIMITS = (  # of numbers in the config, by their names
+    (_LENGTHS, _SHORT),
+    (re.compile("intermediate|ffn|n_inner|mlp_hidden"), 32),
+    (re.compile("_experts$"), 16),
+    (re.compile("_token_id$"), _VOCABULARY - 1),
+)
 _MOST = 300_000_000  # parameters
 _FAR = 1 << 13  # position, at which angles are still exact enough to show a scale that is wrong by a hundredth
 _FARTHEST = 1 << 17  # position; a class whose angles are fp32 is too inexact beyond
@@ -104,6 +110,7 @@ class Twin:
     def _fill(self) -> None:
         """Give the decoder, its embeddings and its head random weights; models inside it, such as one that sees, have none."""
         from transformers import PreTrainedConfig
+        from transformers.core_model_loading import revert_weight_conversion
 
         parts, inside = [self.model], self.decoder is not self.config
         if inside:
@@ -124,8 +131,10 @@ class Twin:
             set_module_tensor_to_device(self.model, name, "cpu", value=value)
         self.model.tie_weights()
         self.model.requires_grad_(False)
-        # Around a decoder, tensors are known by their names in the class.
-        self.stored = {name: name for name in self.model.state_dict()} if inside else _stored_names(self.model)
+        # Around a decoder, tensors are known by their names in the class, and so is what is made of several, such as experts.
+        state = self.model.state_dict()
+        written = {} if inside else {id(tensor): name for name, tensor in revert_weight_conversion(self.model, state).items()}
+        self.stored = {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
     @property
     def decoder(self) -> Any:
@@ -157,21 +166,18 @@ class Twin:
         """The calls of all modules by path, in a forward pass over a text whose first position is `start`."""
         found: dict[str, Call] = {}
 
-        def note(path: str) -> Any:
-            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                states = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-                given = kwargs.get("hidden_states", states[0] if states else None)
-                gave = output[0] if isinstance(output, tuple) else output
-                if given is not None and isinstance(gave, torch.Tensor):
-                    angles = kwargs.get("position_embeddings")
-                    times = found[path].times + 1 if path in found else 0
-                    found[path] = Call(given, gave, angles[0] if isinstance(angles, tuple) else None, times)
-
-            return hook
+        def note(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            states = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            given = kwargs.get("hidden_states", states[0] if states else None)
+            gave = output[0] if isinstance(output, tuple) else output
+            if given is not None and isinstance(gave, torch.Tensor):
+                angles = kwargs.get("position_embeddings")
+                times = found[path].times + 1 if path in found else 0
+                found[path] = Call(given, gave, angles[0] if isinstance(angles, tuple) else None, times)
 
         with contextlib.ExitStack() as hooks:
             for path, module in self.model.named_modules():
-                hooks.enter_context(module.register_forward_hook(note(path), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(note, path), with_kwargs=True))
             self.logits(self.text(), start)
         return found
 
@@ -187,15 +193,6 @@ class Twin:
         with _silent(), torch.no_grad():
             logits: torch.Tensor = self.model(ids, use_cache=False, **positions).logits
         return logits
-
-
-def _stored_names(model: Any) -> dict[str, str]:
-    """As of `Twin.stored`; what transformers makes of several tensors, such as stacked experts, keeps its name."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = model.state_dict()
-    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, state).items()}
-    return {name: written.get(id(tensor), name) for name, tensor in state.items()}
 
 
 @contextlib.contextmanager
@@ -285,14 +282,7 @@ def _shrunk(whole: Any, shape: Shape) -> tuple[Any, list[int]]:
         if name in lists:
             setattr(small, name, [value[layer] for layer in kept])
         elif isinstance(value, int) and not isinstance(value, bool):
-            if _LENGTHS.search(name) and value > _SHORT:
-                setattr(small, name, _SHORT)
-            elif _WIDTHS.search(name):
-                setattr(small, name, min(value, _MLP))
-            elif name.endswith("_experts"):
-                setattr(small, name, min(value, _EXPERTS))
-            elif name.endswith("_token_id") and value >= _VOCABULARY:
-                setattr(small, name, _VOCABULARY - 1)
+            setattr(small, name, min([value, *(most for pattern, most in _LIMITS if pattern.search(name))]))
     small.num_hidden_layers, small.vocab_size = len(kept), _VOCABULARY
     _narrow(small, config, shape.heads)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict):

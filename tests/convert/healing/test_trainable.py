@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from attention.reference import latent_attention
 from convert.families import FAMILIES, family_of
-from convert.families.neutral import constants
+from convert.families.latent import constants
 from convert.healing.plan import named
 from convert.healing.trainable import Trainable, compute_layers_again, fixed
 from convert.planning.allowed import readable

@@ -8,14 +8,16 @@ import pytest
 from tiny import ROPES, VOCABULARY, tiny_config
 
 from convert.families import FAMILIES
-from convert.hosts import Host, deepseek_v3, falcon, gpt_bigcode, kvfold, minicpm3, phi, portable, source_class
+from convert.hosts import Host, kvfold, source_class
+from convert.hosts.latent import DEEPSEEK, MINICPM3, PORTABLE
+from convert.hosts.sharing import BIGCODE, FALCON, PHI
 
 SLIDING = ["sliding_attention"] * 3
 DYNAMIC = ROPES["dynamic"]
 SHARE = {"num_attention_heads": 4, "hidden_size": 4 * 47, "rotary_dim": 6}  # 47 · (6 / 47) is below 6
 PADS = [
     (name, {"pad_token_id": pad}, f"pad_token_id is {pad}, and the class has no embedding")
-    for name in sorted(phi.HOST.families)
+    for name in sorted(PHI.families)
     for pad in (VOCABULARY, -VOCABULARY - 1)
 ]
 PLAIN: dict[str, dict[str, Any]] = {
@@ -27,7 +29,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 # Of latents, or of one KV head: a source, and what is said of it; None if it is held.
 LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
-    deepseek_v3.HOST: [
+    DEEPSEEK: [
         ("phi", {}, "phi does not have Llama's decoder blocks (the class can hold llama, "),
         ("llama", {"mlp_bias": True}, "the MLP has biases, which the class does not support"),
         ("seed_oss", {"mlp_bias": True, "attention_bias": False}, "the MLP has biases"),
@@ -42,15 +44,15 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("llama", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic' has no fixed list of frequencies"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, None),
-        *((name, PLAIN.get(name, {}), None) for name in deepseek_v3._LIKE_LLAMA),
+        *((name, PLAIN.get(name, {}), None) for name in DEEPSEEK.families),
     ],
-    minicpm3.HOST: [
+    MINICPM3: [
         ("gemma", {"use_bidirectional_attention": True}, "config.json sets use_bidirectional_attention to True"),
         ("gemma", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic'"),
         ("gemma", {"hidden_size": 68}, "hidden_size is 68, and the class takes only multiples of the 8 attention heads"),
         ("gemma", {}, None),
     ],
-    portable.HOST: [
+    PORTABLE: [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
         ("llama", {"rope_parameters": ROPES["llama3"]}, "its RoPE frequencies are not a geometric ladder from 1"),
         ("qwen2", {}, "queries and keys have biases, and the class has none"),
@@ -63,7 +65,7 @@ IN_TURN: dict[str, Any] = {"use_parallel_residual": False}
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
                         "partial_rotary_factor": 0.25}  # fmt: skip
 ONE_HEAD: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
-    falcon.HOST: [
+    FALCON: [
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual is true"),
         ("gpt_neox", IN_TURN | {"attention_bias": False}, "attention_bias is false"),
         ("gpt_neox", IN_TURN | {"num_attention_heads": 8, "hidden_size": 72}, "heads have 9 dims"),
@@ -71,7 +73,7 @@ ONE_HEAD: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("gpt_neox", IN_TURN | {"rope_parameters": YARN}, "RoPE of type 'yarn' cannot say that some are nope dims"),
         ("gpt_neox", IN_TURN, None),
     ],
-    gpt_bigcode.HOST: [
+    BIGCODE: [
         ("opt", {"enable_bias": False}, "sets enable_bias to False, and the class needs True"),
         ("opt", {"layer_norm_elementwise_affine": False}, "sets layer_norm_elementwise_affine to False"),
         ("opt", {"_remove_final_layer_norm": True}, "sets _remove_final_layer_norm to True"),
@@ -79,7 +81,7 @@ ONE_HEAD: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("gpt_neo", {"window_size": 127}, "sets window_size to 127, which the class does not support"),
         ("gpt2", {}, None),
     ],
-    phi.HOST: [
+    PHI: [
         *((name, SHARE, "it has rotary_dim 6, and the class computes 5 from heads of 47 dims") for name in ("codegen", "gptj")),
         *PADS,
         *((name, changes, None) for name in ("codegen", "gptj") for changes in ({}, {"pad_token_id": -1})),
@@ -99,15 +101,15 @@ def test_what_the_class_cannot_compute_is_refused_in_one_line(
     target = family.spec.latent(16, 8) if host in LATENTS else family.spec.grouped(1)
     found = host.refuses(family, target)
     assert (message in found and "\n" not in found) if message and found else found is message
-    if host is gpt_bigcode.HOST:
+    if host is BIGCODE:
         assert kvfold.HOST.refuses(family, target) is None, "its class does it"
 
 
 @pytest.mark.parametrize(
     ("host", "model_type", "message"),
     [
-        (falcon.HOST, "gpt_neox", "caches keys and values of all 8 query heads"),
-        (gpt_bigcode.HOST, "gpt2", "it has one KV head, not 2"),
+        (FALCON, "gpt_neox", "caches keys and values of all 8 query heads"),
+        (BIGCODE, "gpt2", "it has one KV head, not 2"),
     ],
 )
 def test_classes_of_one_kv_head_hold_no_two(host: Host, model_type: str, message: str) -> None:

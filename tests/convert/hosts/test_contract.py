@@ -31,13 +31,9 @@ from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import Host
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA
-from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
-from convert.hosts.falcon import HOST as FALCON
-from convert.hosts.gpt_bigcode import HOST as GPT_BIGCODE
 from convert.hosts.kvfold import LATENT_HOST
-from convert.hosts.minicpm3 import HOST as MINICPM3
-from convert.hosts.phi import HOST as PHI
+from convert.hosts.latent import DEEPSEEK, MINICPM3
+from convert.hosts.sharing import BIGCODE, FALCON, PHI
 from eval.inputs.source import Source
 from eval.quality.lockstep import measured_bytes_per_token
 
@@ -200,7 +196,7 @@ LATENTS: dict[str, Row] = {
     **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in held.NORM_SWITCHES},
     **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in held.CLIPPED},
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
-       for name in _LIKE_LLAMA if FAMILIES[name].has_heads},
+       for name in DEEPSEEK.families if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
 }  # fmt: skip
 # Windows, caps and ALiBi; no RoPE, some, or none in some layers; experts; norms of each form, clamps; what a stock class needs.
@@ -282,7 +278,7 @@ def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
         assert error(said(model, ids)) < 3 * error(half) + 0.02
 
 
-ONE_KIND = (PHI, GPT_BIGCODE, FALCON)
+ONE_KIND = (PHI, BIGCODE, FALCON)
 
 
 def test_what_stock_classes_cannot_hold_is_held() -> None:

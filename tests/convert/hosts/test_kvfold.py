@@ -25,7 +25,7 @@ from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
 from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
-from convert.hosts.phi import HOST as PHI
+from convert.hosts.sharing import PHI
 from convert.hosts.source_class import HOST as SOURCE
 from convert.planning.allowed import readable
 from eval.inputs.source import Source

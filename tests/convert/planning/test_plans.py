@@ -12,7 +12,7 @@ from attention.errors import Refusal
 from attention.formats import FORMATS as FORMAT
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from convert.hosts.deepseek_v3 import HOST
+from convert.hosts.latent import DEEPSEEK as HOST
 from convert.output.destination import Output
 from convert.planning.budget import FORMATS, LatentBounds
 from convert.planning.targets import GroupedTarget, LatentTarget

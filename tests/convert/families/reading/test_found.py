@@ -324,7 +324,7 @@ def test_only_layers_that_rotate_are_counted_as_such() -> None:
     config = small("exaone_moe", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
     family = find(config)
     assert [family.rotary(layer) is not None for layer in range(4)] == [True, False, True, False]
-    assert family.traits.layers_with_rotary == 2
+    assert family.describe()["layers_with_rotary"] == 2
 
 
 def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits, tmp_path: Path, words: Path) -> None:
