@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from written import Convert, Make, read, refused, weights
+from written import Convert, Make, read, weights
 
 import convert as api
 from attention.errors import Failure, KvfoldError, Refusal
@@ -148,18 +148,6 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(
         convert(source, tmp_path / "out", **given)
     assert caught.value.exit_code == (2 if error is Refusal else 1)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
-
-
-def test_processes_that_were_launched_together_share_a_healing_alone(
-    shelf: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    refused(convert("plan", shelf()), 2, "convert plan runs in one process, not in 2")
-    with pytest.raises(Refusal, match="a conversion runs in one process, not in 2"):
-        mqa(shelf(), tmp_path / "out", method="mean")
-    with pytest.raises(Refusal, match="a sweep runs in one process, not in 2"):
-        sweep(shelf(), tmp_path / "all", evaluate=["some words"], groups=[2], methods=["mean"])
 
 
 # ---- sweep, plan, inspect --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Files of checkpoints and of layers: what is written reads back, what changes is noticed, and all is synced before names."""
+"""Writing checkpoint files: what is written reads back, has the checksum that is returned, and is synced before its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from written import TENSORS, raising
 
 from attention.errors import Failure
 from convert.checkpoint import writer as checkpoint
-from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from eval.inputs.reader import TensorInfo
 from eval.inputs.sealed import checksum, sync_tree, write_whole
@@ -147,62 +146,3 @@ def test_file_systems_that_do_not_sync_directories_will_do(
     monkeypatch.setattr(os, "fsync", only_files)
     write(tmp_path / "m.safetensors", TENSORS)
     assert load_file(tmp_path / "m.safetensors").keys() == TENSORS.keys()
-
-
-NOTE = {"tokens": 7, "name": "é"}
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    Shelf(tmp_path, "layer").put(0, TENSORS, NOTE)
-    return tmp_path / "layer-00000.safetensors"
-
-
-def test_what_was_put_there_comes_back(file: Path) -> None:
-    shelf = Shelf(file.parent, "layer")
-    assert shelf.has(0)
-    tensors, note = shelf.get(0)
-    assert note == NOTE
-    assert tensors.keys() == TENSORS.keys()
-    assert all(tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
-    assert not shelf.has(1)
-
-
-def test_the_same_layer_is_the_same_bytes(file: Path, tmp_path: Path) -> None:
-    first = file.read_bytes()
-    Shelf(tmp_path, "layer").put(0, dict(reversed(TENSORS.items())), NOTE)
-    assert file.read_bytes() == first
-
-
-def test_no_flipped_bit_goes_unnoticed(file: Path) -> None:
-    whole = file.read_bytes()
-    for place in range(len(whole)):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 if place % 2 else 128)]) + whole[place + 1 :])
-        assert not Shelf(file.parent, "layer").has(0), place
-    with pytest.raises(Failure, match="is damaged"):
-        Shelf(file.parent, "layer").get(0)
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "a directory": lambda file: (file.unlink(), file.mkdir()),
-    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
-    **{f"metadata: {metadata}": lambda file, metadata=metadata: file.write_bytes(save(TENSORS, metadata)) for metadata in (
-        None, {"noted": "[]"}, {"noted": "x"}, {"noted": '{"note": 5, "sha256": 5}'}, {"a": "b"}
-    )},
-    **{f"cut off at {end}": lambda file, end=end: file.write_bytes(file.read_bytes()[:end]) for end in (0, 7, 8, 100, -1)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_as_it_was_put_there_does_not_count(change: str, file: Path) -> None:
-    CHANGES[change](file)
-    assert not Shelf(file.parent, "layer").has(0)
-
-
-def test_what_was_removed_since_is_missed(file: Path) -> None:
-    shelf = Shelf(file.parent, "layer")
-    assert shelf.has(0)
-    file.unlink()
-    assert not shelf.has(0)
-    with pytest.raises(Failure, match=r"layer-00000\.safetensors is damaged, or was removed"):
-        shelf.get(0)

@@ -1,4 +1,4 @@
-"""What each method that makes a latent has of its own, as `pca` a published formula, and the algebra that all share."""
+"""What methods that make a latent promise each by itself, as `pca` a published formula, and the algebra that all share."""
 
 from __future__ import annotations
 
