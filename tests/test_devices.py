@@ -165,10 +165,7 @@ RECORDS: dict[str, Attention] = {
     "norm": record(4, 1, norm="all"),
 }
 COMPONENTS = Allocation(5, (0, 0, 1))
-ALLOCATIONS = [  # folded, with fewer nope dims
-    Allocation(5, (0, 2), freqfold=3),
-    Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
-]
+ALLOCATIONS = [Allocation(5, (0, 2), freqfold=3), Allocation(5, (0, 0, 1, 1, 2, 2))]  # folded, and of every pair
 
 
 @pytest.mark.parametrize(
