@@ -185,8 +185,13 @@ class AttentionSpec:
             raise Refusal(f"cannot keep {qk_rope_head_dim} rotary dims of {heads}: it must be even and between 2 and {most}")
         if kv_lora_rank < 1:
             raise Refusal(f"a latent of rank {kv_lora_rank} holds nothing: it must be at least 1")
-        sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "qk_nope_head_dim": self.head_dim}
-        return replace(self, num_kv_heads=self.num_heads, **sizes)
+        return replace(
+            self,
+            num_kv_heads=self.num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            qk_nope_head_dim=self.head_dim,
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:

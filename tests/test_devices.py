@@ -26,7 +26,7 @@ from attention.cache import EncodedLayer
 from attention.formats import FORMATS
 from attention.forward import attention_output, output_error
 from attention.latent import dense_mask
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from attention.rope import Rotary
 from convert import gqa, mla
 from convert.calibration.outputs import OutputFit
@@ -96,8 +96,8 @@ def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
         assert devices(on_gpu) == {"cuda"}
         assert devices([attention_output(on_gpu, blocks), run(on_gpu, x)]) == {"cuda"}
         assert isinstance(output_error(on_gpu, to_gpu(record()), blocks), float)
-        further = on_gpu.expanded() if isinstance(on_gpu, FactoredAttention) else attention_by_distance(on_gpu, blocks)
-        assert devices(further) == {"cuda"}
+        if isinstance(on_gpu, Attention):
+            assert devices(attention_by_distance(on_gpu, blocks)) == {"cuda"}
 
 
 class OnGpu:
@@ -196,16 +196,7 @@ def test_frequencies_are_chosen_and_latents_made_on_the_gpu(method: str, statist
 
 @pytest.fixture
 def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes cannot be made parameters or outputs of layers by their class, as accelerate and the stream do."""
-
-    def put(model: torch.nn.Module, name: str, device: Any, value: torch.Tensor | None = None) -> None:
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        old = getattr(module, own)
-        value = torch.empty(old.shape, dtype=old.dtype, device="meta") if value is None else value.to(device)
-        setattr(module, own, torch.nn.Parameter(value, old.requires_grad) if own in module._parameters else value)
-
-    monkeypatch.setattr("convert.calibration.stream.set_module_tensor_to_device", put)
+    """Fakes cannot be outputs of layers by their class, as the stream makes them."""
     monkeypatch.setattr(torch.Tensor, "as_subclass", lambda self, cls: self)
 
 

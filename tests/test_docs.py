@@ -127,7 +127,7 @@ def test_the_examples_of_the_api_run(desk: Path, capsys: pytest.CaptureFixture[s
         exec(compile(example, str(API), "exec"), namespace)
         said.append(capsys.readouterr().out)
     assert "my-model-gqa2 MHA GQA-2" in said[0]
-    assert "MLA-96+32" in said[1]
+    assert "MLA-160+96" in said[1]
     assert re.fullmatch(r"\d\.\d+ \d\.\d+\n", said[2])
     assert "sweep/report/report.html" in said[3]
     assert said[4].startswith("[8, 4, 2, 1]\nMHA ")

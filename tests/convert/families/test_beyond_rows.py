@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from alike import decodes_alike
-from eval.quality.cost import measured_bytes_per_token
 from tiny import tiny_config
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -19,6 +18,7 @@ from attention import load, pack
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
+from eval.quality.lockstep import measured_bytes_per_token
 
 ALIBI = ("bloom", "mpt")
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from held import GLOBAL, config_of
-from latents import logits_of, tokens
+from latents import logits_of
 from tiny import VOCABULARY, tiny_config
+from tiny_mla import tokens
 from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from convert.families import FAMILIES
@@ -84,8 +85,8 @@ def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tm
     ok(convert("mqa", source, tmp_path / "out", *with_text))
     assert config_of(tmp_path / "out")["model_type"] == "gpt_bigcode"
     ok(convert("mqa", source, tmp_path / "plain"))
-    expected = logits_of(source, tokens(24))
-    far, near = (float((logits_of(tmp_path / name, tokens(24)) - expected).norm()) for name in ("plain", "out"))
+    expected = logits_of(source, tokens(2, 24))
+    far, near = (float((logits_of(tmp_path / name, tokens(2, 24)) - expected).norm()) for name in ("plain", "out"))
     assert near < far
 
 
