@@ -45,8 +45,9 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
     a = _balanced_rope_key(a, statistics)
     second, read = _moments(a, statistics)
-    used = ((second.diagonal() > 0) & (read.diagonal() > 0)).nonzero()[:, 0]
-    if not len(used):
+    alive = (second.diagonal() > 0) & (read.diagonal() > 0)
+    used = [channel for channel in range(len(alive)) if alive[channel]]
+    if not used:
         return a
     classes = a.rounding.cut(len(a.down)) if a.rounding is not None and a.rounding.classes else []
     there, back = _coordinates(second[used][:, used], read[used][:, used], [count for _, count in classes])
@@ -96,9 +97,10 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
     second = values.mT @ values / values.shape[1]
     v, bias, o = a.v.float().clone(), None if a.v_bias is None else a.v_bias.float().clone(), a.o.float().clone()
     for head in range(len(v)):
-        used = ((second[head].diagonal() > 0) & (read[head].diagonal() > 0)).nonzero()[:, 0]
-        if not len(used):
+        alive = (second[head].diagonal() > 0) & (read[head].diagonal() > 0)
+        if not (live := [dim for dim in range(len(alive)) if alive[dim]]):
             continue
+        used = torch.tensor(live, device=alive.device)
         there, back = (torch.eye(len(second[head])).to(second) for _ in range(2))
         found = _coordinates(second[head][used][:, used], read[head][used][:, used])
         there[used[:, None], used], back[used[:, None], used] = found
