@@ -86,8 +86,8 @@ class _LayerFit:
         schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _warmed(step, steps)) for optimiser in optimisers]
         order = _shuffled(rows, steps * count, seed * 100_003 + self._layer)
         for step in range(steps):
-            for gradient in weights.gradients:
-                gradient.zero_()
+            for optimiser in optimisers:
+                optimiser.zero_grad()
             self._error(weights.record(), order[step * count : (step + 1) * count]).backward()
             for optimiser, rates in zip(optimisers, schedule, strict=True):
                 optimiser.step()
@@ -136,9 +136,6 @@ class _Weights:
             del found["gain"], found["q_down"]
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
-        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters.values()]
-        for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
-            parameter.grad = gradient
 
     def record(self) -> Record:
         """The record with the current weights; differentiable."""
