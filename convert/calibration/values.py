@@ -63,11 +63,6 @@ class _ValueFit:
         fit = cls(heads.inputs.to(dtype), outputs, parts, probabilities, block.x.new_zeros(()))
         return replace(fit, wanted=fit._gradient([lacking[tokens].to(dtype) for tokens in parts]))
 
-    @property
-    def count(self) -> int:
-        """Tokens that are fitted."""
-        return sum(tokens.stop - tokens.start for tokens in self.spans)
-
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """As of `Fit`, `[G, D, E]`."""
         values, made = self.x @ change.mT.to(self.x.dtype), []
@@ -93,7 +88,7 @@ def _solved(fits: list[_ValueFit], read: torch.Tensor) -> torch.Tensor:
     least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
     left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
     left_inverse, (ridge, right) = inverse(left), ridged(read)
-    count = sum(fit.count for fit in fits)
+    count = sum(tokens.stop - tokens.start for fit in fits for tokens in fit.spans)
     # One problem: the outputs of all heads are added.
     return solved(
         fits,
