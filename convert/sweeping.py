@@ -16,7 +16,7 @@ from convert.launch import require_alone
 from convert.output.lock import exclusive
 from convert.output.writing import explained, watched
 from convert.planning.base import Plan
-from convert.planning.calibration import GivenTexts
+from convert.planning.calibration import CalibrationText
 from convert.planning.sweep import REPORT
 from eval.inputs.text import Text, warn_of_overlap
 from eval.quality.evaluation import prepare, report_of
@@ -108,7 +108,7 @@ def sweep(
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
     calibration = next((plan.calibration for plan in plans if plan.calibration), None)
     if calibration:
-        warn_of_overlap(held_out, GivenTexts.read(source, calibration).whole, "calibration")
+        warn_of_overlap(held_out, CalibrationText.read(source, calibration).whole, "calibration")
     with exclusive(directory), explained("sweep", directory):
         require_unchanged = watched([source])
         directory.mkdir(parents=True, exist_ok=True)

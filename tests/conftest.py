@@ -65,7 +65,7 @@ def weights_alone() -> Iterator[None]:
     """Conversions without text write none, and none are healed or checked: all take longer than to convert a tiny model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convert.planning.calibration.DEFAULT", ())
-        patch.setattr("convert.planning.memory.HEALED", 0)
+        patch.setattr("convert.planning.base.HEALED", 0)
         patch.setattr("convert.converting.checked", lambda *args: None)
         yield
 

@@ -17,16 +17,7 @@ import torch
 from attention.forward import Block, Heads, Jacobian, heads_of
 from attention.qk_norm import LinearisedNorm
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration.least_squares import (
-    RIDGE,
-    TOKENS,
-    centred,
-    fitted_spans,
-    grouped,
-    missing,
-    ridged,
-    solved,
-)
+from convert.calibration.least_squares import RIDGE, TOKENS, centred, fitted_spans, grouped, missing, ridged, solved
 from eval.machine.device import rough
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
@@ -99,20 +90,15 @@ class _KeyFit:
 
     @classmethod
     def of(cls, source: Heads, result: Heads, jacobian: Jacobian, groups: int, parts: list[slice]) -> Self:
-        every = slice(0, len(source.plain))
+        every, dtype = slice(0, len(source.plain)), rough(result.inputs.device)
         probabilities, pulls = (
-            [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
+            [grouped(rows, groups).to(dtype) for rows in part]
+            for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
-        queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(result.inputs, jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
-        fit = fit.to(rough(result.inputs.device))
-        return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
-
-    def to(self, dtype: torch.dtype) -> Self:
-        """The same with the factors of large products in another dtype."""
-        queries, probabilities = ([part.to(dtype) for part in every] for every in (self.queries, self.probabilities))
-        return replace(self, x=self.x.to(dtype), queries=queries, probabilities=probabilities)
+        queries = [grouped(result.scale * fitted[:, tokens], groups).to(dtype) for tokens in parts]
+        fit = cls(result.inputs.to(dtype), jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
+        return replace(fit, wanted=fit._gradient(pulls))
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """As of `Fit`, `[G, D', E]`."""

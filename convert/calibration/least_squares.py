@@ -117,11 +117,6 @@ def solved(
     return change
 
 
-def diagonal(matrices: torch.Tensor) -> torch.Tensor:
-    """`[…, n]`, a copy."""
-    return matrices.diagonal(dim1=-2, dim2=-1).clone()
-
-
 def inverse(matrices: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
     """Of `[h, n, n]`, fp32; the identity for those that are not `used`."""
     whole = matrices.double()

@@ -15,17 +15,7 @@ import torch
 from attention.forward import Block, Heads, Jacobian, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
 from attention.spread import evenly_spread
-from convert.calibration.least_squares import (
-    RIDGE,
-    SPAN,
-    TOKENS,
-    centred,
-    diagonal,
-    fitted_spans,
-    inverse,
-    missing,
-    solved,
-)
+from convert.calibration.least_squares import RIDGE, SPAN, TOKENS, centred, fitted_spans, inverse, missing, solved
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
@@ -42,18 +32,18 @@ def fitted_queries(
         blocks: What the layer reads, fp32.
         sources: What the source's heads make of each.
     """
-    change = torch.cat([_solved(fits) for _, fits in _fits(after, blocks, sources)])
+    change = torch.cat([_solved(fits) for fits in _fits(after, blocks, sources)])
     return lambda share: _applied(before, after, share * change)
 
 
-def _fits(after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> Iterator[tuple[slice, list[_QueryFit]]]:
-    """Heads that are fitted together, and for each block one problem of theirs; one such part of the heads after the other."""
+def _fits(after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> Iterator[list[_QueryFit]]:
+    """For each block one problem of the heads that are fitted together; one such part of the heads after the other."""
     lengths, results = list(map(len, blocks)), [heads_of(after, x) for x in blocks]
     jacobians = [Jacobian.of_queries(after, result) for result in results]
     for heads in _together(len(sources[0].plain), max(lengths)):
         parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
         every = zip(sources, results, jacobians, parts, strict=True)
-        yield heads, [_QueryFit.of(a.part(heads), b.part(heads), by.part(heads), part) for a, b, by, part in every]
+        yield [_QueryFit.of(a.part(heads), b.part(heads), by.part(heads), part) for a, b, by, part in every]
 
 
 def _together(count: int, context: int) -> list[slice]:
@@ -176,13 +166,14 @@ def _solved(fits: list[_QueryFit]) -> torch.Tensor:
     moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.queries.shape[1] for fit in fits)
     queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
-    spread = diagonal(kept)
+    spread = kept.diagonal(dim1=-2, dim2=-1).clone()
     rope = spread[:, fits[0].nope.shape[-1] :]
     rope[:] = rope.mean(-1, keepdim=True)
     spread = spread.maximum(1e-9 * spread.amax(-1, keepdim=True).clamp_min(1e-30))
     ridge = RIDGE * spread
     queries = queries / count
-    queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
+    power = queries.diagonal(dim1=-2, dim2=-1).clone().mean(-1, keepdim=True)
+    queries = queries + (RIDGE * power).expand(-1, queries.shape[-1]).diag_embed()
     left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
     return solved(fits, lambda change: queries @ change * ridge[:, None], lambda residual: left @ residual @ right)
 

@@ -86,13 +86,14 @@ class _LayerFit:
         schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _warmed(step, steps)) for optimiser in optimisers]
         order = _shuffled(rows, steps * count, seed * 100_003 + self._layer)
         for step in range(steps):
-            for gradient in weights.gradients:
-                gradient.zero_()
+            for optimiser in optimisers:
+                optimiser.zero_grad()
             self._error(weights.record(), order[step * count : (step + 1) * count]).backward()
             for optimiser, rates in zip(optimisers, schedule, strict=True):
                 optimiser.step()
                 rates.step()
-        return weights.detached()
+        with torch.no_grad():
+            return weights.record()
 
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
         """The error on these rows."""
@@ -135,31 +136,22 @@ class _Weights:
             # A norm like the others; and that behind `q_down` changes nothing only as it is (`portable_norm.behind_norm`).
             del found["gain"], found["q_down"]
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
-        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters.values()]
-        for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
-            parameter.grad = gradient
+        self._parameters = {name: _stacked(name, value) for name, value in self._values.items()}
 
     def record(self) -> Record:
         """The record with the current weights; differentiable."""
-        return replace(self._start, **self._shaped())
-
-    def detached(self) -> Record:
-        """The record with the current weights."""
-        return replace(self._start, **{name: value.detach() for name, value in self._shaped().items()})
-
-    def _shaped(self) -> dict[str, Any]:
-        return {name: parameter.view(self._values[name].shape) for name, parameter in self.parameters.items()}
+        shaped: dict[str, Any] = {name: p.view(self._values[name].shape) for name, p in self._parameters.items()}
+        return replace(self._start, **shaped)
 
     def optimisers(self, rate: float) -> list[torch.optim.Optimizer]:
-        scale = {name: max(float(p.detach().square().mean().sqrt()), 1e-12) for name, p in self.parameters.items()}
+        scale = {name: max(float(p.detach().square().mean().sqrt()), 1e-12) for name, p in self._parameters.items()}
         matrices = [
             # With this adjustment Muon's step has a root mean square of 0.2 × the rate.
             {"params": [p], "lr": rate * scale[name] / 0.2}
-            for name, p in self.parameters.items()
+            for name, p in self._parameters.items()
             if p.ndim == 2
         ]
-        biases = [{"params": [p], "lr": rate * scale["o"]} for p in self.parameters.values() if p.ndim == 1]
+        biases = [{"params": [p], "lr": rate * scale["o"]} for p in self._parameters.values() if p.ndim == 1]
         muon = torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.0, eps=1e-30, adjust_lr_fn="match_rms_adamw")
         return [muon, torch.optim.Adam(biases, betas=(0.95, 0.95))] if biases else [muon]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,10 +26,7 @@ _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next t
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ALIKE = 4  # tokens that make a repetition
-_OF_HEADS = "queries", "copying"
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
-
-Records = Callable[[int], Attention]
 
 
 class Moments:
@@ -191,7 +189,7 @@ def _attention(heads: Heads, rows: torch.Tensor) -> torch.Tensor:
 
 
 def survey(
-    stream: LayerStream, shelf: Shelf, records: Records, shown: bool = True, progress: Progress = silent
+    stream: LayerStream, shelf: Shelf, records: Callable[[int], Attention], shown: bool = True, progress: Progress = silent
 ) -> Callable[[int], Statistics]:
     """Fill the shelf, continuing where an earlier run stopped.
 
@@ -233,19 +231,17 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.hidden.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
-    plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
+    tensors = {name: part for name, part in vars(found).items() if isinstance(part, torch.Tensor)}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
-    heads = {name: part for name in _OF_HEADS if (part := getattr(found, name)) is not None}
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
     sample = {"cuts": found.sample.cuts, "positions": [list(row) for row in found.sample.positions]}
     note = {"tokens": found.tokens, **sample, "inverse_energy": inverse_energy}
-    shelf.put(layer, plain | attended | heads, note)
+    shelf.put(layer, tensors | attended | {"sample": found.sample.rows}, note)
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    attended = {name[len(_ATTENDED) :]: tensors[name] for name in tensors if name.startswith(_ATTENDED)}
-    sample = Blocks(tensors["sample"], tuple(note.pop("cuts")), tuple(note.pop("positions")))
-    moments = tensors["second_moment"], tensors["first_moment"]
-    queries, copying = map(tensors.get, _OF_HEADS)
-    return Statistics(*moments, **note, attended=Attended(**attended), sample=sample, queries=queries, copying=copying)
+    sample = Blocks(tensors.pop("sample"), tuple(note.pop("cuts")), tuple(note.pop("positions")))
+    attended = {name.removeprefix(_ATTENDED): tensors.pop(name) for name in [*tensors] if name.startswith(_ATTENDED)}
+    found: dict[str, Any] = tensors | note
+    return Statistics(**found, attended=Attended(**attended), sample=sample)

@@ -13,15 +13,7 @@ import torch
 
 from attention.forward import Block, attention_output, heads_of
 from attention.record import Attention
-from convert.calibration.least_squares import (
-    RIDGE,
-    fitted_spans,
-    grouped,
-    inverse,
-    logits_of,
-    ridged,
-    solved,
-)
+from convert.calibration.least_squares import RIDGE, fitted_spans, grouped, inverse, logits_of, ridged, solved
 from eval.machine.device import rough
 
 
@@ -64,23 +56,12 @@ class _ValueFit:
 
     @classmethod
     def of(cls, after: Attention, block: Block, lacking: torch.Tensor, parts: list[slice]) -> _ValueFit:
-        heads, groups = heads_of(after, block), len(after.v)
+        heads, groups, dtype = heads_of(after, block), len(after.v), rough(block.x.device)
         every = logits_of(heads.part(slice(0, len(after.q))), parts)
-        probabilities = [grouped(heads.probabilities(logits), groups) for logits in every]
-        outputs = after.o.float().unflatten(1, (groups, -1))
-        fit = cls(heads.inputs, outputs, parts, probabilities, block.x.new_zeros(()))
-        fit = fit.to(rough(block.x.device))
-        return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
-
-    def to(self, dtype: torch.dtype) -> _ValueFit:
-        """The same with all factors of products in another dtype."""
-        probabilities = [part.to(dtype) for part in self.probabilities]
-        return _ValueFit(self.x.to(dtype), self.outputs.to(dtype), self.spans, probabilities, self.wanted)
-
-    @property
-    def count(self) -> int:
-        """Tokens that are fitted."""
-        return sum(tokens.stop - tokens.start for tokens in self.spans)
+        probabilities = [grouped(heads.probabilities(logits), groups).to(dtype) for logits in every]
+        outputs = after.o.float().unflatten(1, (groups, -1)).to(dtype)
+        fit = cls(heads.inputs.to(dtype), outputs, parts, probabilities, block.x.new_zeros(()))
+        return replace(fit, wanted=fit._gradient([lacking[tokens].to(dtype) for tokens in parts]))
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """As of `Fit`, `[G, D, E]`."""
@@ -107,7 +88,7 @@ def _solved(fits: list[_ValueFit], read: torch.Tensor) -> torch.Tensor:
     least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
     left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
     left_inverse, (ridge, right) = inverse(left), ridged(read)
-    count = sum(fit.count for fit in fits)
+    count = sum(tokens.stop - tokens.start for fit in fits for tokens in fit.spans)
     # One problem: the outputs of all heads are added.
     return solved(
         fits,

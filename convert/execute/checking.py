@@ -17,9 +17,8 @@ from attention.patch import pad_values
 from convert.calibration.own_text import own_text
 from convert.calibration.stream import positioned
 from convert.methods.text import Method, TextUse
-from convert.planning.base import Plan
+from convert.planning.base import Plan, lacks_room
 from convert.planning.calibration import Calibration
-from convert.planning.memory import lacks_room
 from eval.inputs.loading import load
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for

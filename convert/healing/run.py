@@ -61,7 +61,7 @@ def _lead(plan: HealPlan, evaluate_on: Text | None, progress: Progress) -> dict[
     held_out = prepare(models, evaluate_on, settings)[1] if evaluate_on else None
     texts = TrainingTexts.read(plan)
     if held_out:
-        warn_of_overlap(held_out, [part for _, part in texts.parts if part], "training")
+        warn_of_overlap(held_out, [part for part in texts.parts if len(part.ids)], "training")
     with writing("healing", plan.output, models, _inputs(plan, texts)) as work:
         if work.provenance:
             agreed(None)

@@ -22,7 +22,7 @@ from convert.output.companions import write_own_text
 from convert.output.destination import CHECKPOINT, partial_path
 from convert.output.writing import Work
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import TextSource, written_before
+from convert.planning.texts import TextSource, own_tokens, written_before
 from eval.inputs.loading import tokens_of
 from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
 from eval.machine.device import compute_device
@@ -134,11 +134,11 @@ class TrainingTexts:
 
     Attributes:
         plan: The healing.
-        parts: Each text of the plan with its tokens, which are None for those that the teacher has to write.
+        parts: The tokens of each text of the plan; none for those that the teacher has still to write.
     """
 
     plan: HealPlan
-    parts: tuple[tuple[TextSource, Tokens | None], ...]
+    parts: tuple[Tokens, ...]
 
     @classmethod
     def read(cls, plan: HealPlan) -> TrainingTexts:
@@ -147,22 +147,20 @@ class TrainingTexts:
         Raises:
             Failure: A text cannot be read or is too short, or the two models' tokenizers differ.
         """
-        texts = cls(plan, tuple((text, _read(plan, text)) for text in plan.options.texts))
+        texts = cls(plan, tuple(_read(plan, text) for text in plan.options.texts))
         texts.whole()  # fails if a text is too short
         return texts
 
     @property
     def facts(self) -> list[dict[str, Any]]:
         """Of each text what conversion.json says."""
-        return [
-            {"text": part.name if part else OWN, "hash": part.hash if part and not text.own else None}
-            for text, part in self.parts
-        ]
+        texts = zip(self.plan.options.texts, self.parts, strict=True)
+        return [{"text": part.name, "hash": None if text.own else part.hash} for text, part in texts]
 
     @property
     def rows_to_write(self) -> int:
         """How many blocks the teacher writes: those that its part of the training takes, and those to judge by."""
-        if all(part for _, part in self.parts):
+        if all(len(part.ids) for part in self.parts):
             return 0
         plan, tokens = self.plan, min(_MOST_WRITTEN, self.plan.tokens // len(self.parts))
         train = max(plan.batch, tokens // plan.context)
@@ -172,14 +170,14 @@ class TrainingTexts:
         """The whole text; where what the teacher writes, `own [rows, context]`, is not known, zeros are in its place."""
         if own is None:
             own = torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64)
-        written = Tokens(OWN, own.flatten(), 0, 0.0, None)
-        return TrainingText.of(self.plan, [part or written for _, part in self.parts])
+        written = own_tokens(OWN, own)
+        return TrainingText.of(self.plan, [part if len(part.ids) else written for part in self.parts])
 
     def written(self, work: Work, progress: Progress) -> TrainingText:
         """The whole text, with what the teacher writes or has written before, which is kept beside the weights."""
         context, own = self.plan.context, None
-        for given, part in self.parts:
-            if part and given.own:
+        for given, part in zip(self.plan.options.texts, self.parts, strict=True):
+            if given.own and len(part.ids):
                 write_own_text(work.path, part.blocks(context))
         if rows := self.rows_to_write:
             device, hint = compute_device(self.plan.device), "give another --text FILE"
@@ -200,11 +198,9 @@ class TrainingTexts:
         return self.whole(written_before(self.plan.teacher, file, rows, self.plan.context) if rows else None)
 
 
-def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
+def _read(plan: HealPlan, text: TextSource) -> Tokens:
     if text.own:
-        if text.written is None:
-            return None
-        return Tokens(OWN, written_before(plan.teacher, text.written, None, plan.context).flatten(), 0, 0.0, None)
+        return own_tokens(OWN, written_before(plan.teacher, text.written, None, plan.context) if text.written else None)
     read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
     tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):

@@ -16,11 +16,11 @@ from attention.spec import AttentionSpec
 from convert.families.base import CLIP
 from convert.methods.text import ASSUMED_CONTEXT, TextUse
 from convert.output.destination import versions, without_text
-from convert.planning.memory import with_room
 from convert.planning.positions import limited
 from convert.planning.targets import GroupedTarget
 from convert.planning.texts import as_options
-from eval.machine.device import compute_device, rough
+from eval.machine.capacity import count_parameters
+from eval.machine.device import compute_device, free_memory, rough, whole_memory
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from convert.planning.calibration import Calibration, CalibrationOptions
     from convert.planning.targets import Target
     from eval.inputs.source import Source
+
+_BYTES = 4  # of a weight: models run in fp32 on some devices
+_TO_HEAL = 20  # bytes for each weight: source and result in fp32, gradients and moments of attention, activations
+_SHARE = 0.8  # of a device's memory that a healing by default may take
+HEALED = 65536  # tokens by default, at most: as many as the calibration has
 
 
 @dataclass(frozen=True)
@@ -304,3 +309,30 @@ def _nothing_to_change(reference: str, before: AttentionSpec) -> Refusal:
     fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
     step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
     return Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")
+
+
+def with_room(calibration: Calibration, config: Any, device: Any) -> Calibration:
+    """The calibration of a model, healed by default where a device has memory for that, and none was asked for or ruled out.
+
+    Whatever else uses the memory now does not matter: the same command gives the same plan.
+
+    Raises:
+        Refusal: The model has to write its text, and does not fit in memory.
+    """
+    if calibration.rows_to_write and (missing := lacks_room(config, device)):
+        raise Refusal(
+            f"the model cannot write its own calibration text: {missing}",
+            hint="calibrate on a text with --text FILE; --no-text uses weights alone, and ruins most models",
+        )
+    if calibration.heal is not None:
+        return calibration
+    needed = _TO_HEAL * count_parameters(config)
+    return replace(calibration, heal=min(HEALED, calibration.tokens) if needed <= _SHARE * whole_memory(device) else 0)
+
+
+def lacks_room(config: Any, device: Any) -> str | None:
+    """The memory that the whole model of a config lacks on a device, or None."""
+    needed, free = _BYTES * count_parameters(config), free_memory(device)
+    if needed <= free:
+        return None
+    return f"it takes {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free"

@@ -12,7 +12,7 @@ from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import DEFAULT, OWN, Texts, as_options, shared_out, written_before
+from convert.planning.texts import DEFAULT, OWN, Texts, as_options, own_tokens, shared_out, written_before
 from eval.inputs.loading import calibration_tokens
 from eval.inputs.text import Tokens, joined
 
@@ -58,23 +58,15 @@ class CalibrationOptions:
     @property
     def flags(self) -> str:
         """The options that are set, for messages."""
-        values = {
-            **{"text" if name == "strings" else name: value for name, value in as_options(self.texts).items()},
-            "calibration-tokens": self.tokens,
-            "calibration-context": self.context,
-            "max-context": self.max_context,
-            "refit": self.refit,
-            "refine": self.refine,
-            "heal": self.heal,
-        }
-        return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in values.items() if value))
+        names = ["text" if name == "strings" else name for name, value in _as_options(self).items() if value]
+        return " and ".join(sorted(f"--{name.replace('_', '-')}" for name in names))
 
 
 @dataclass(frozen=True)
 class Calibration:
     """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions.
 
-    `heal` is None until it is known what the device has room for (`convert.planning.memory`).
+    `heal` is None until it is known what the device has room for (`convert.planning.base`).
 
     Attributes:
         retrieval_limit: Every other block retrieves, below that position (`convert.planning.retrieval`); None for no block.
@@ -116,49 +108,56 @@ class Calibration:
 
     def as_options(self) -> dict[str, Any]:
         """The options of the command line."""
-        return {
-            **as_options(self.texts),
-            "calibration_tokens": self.tokens,
-            "calibration_context": self.context,
-            **({} if self.retrieval_limit is None else {"max_context": self.max_context}),
-            "refit": self.refit,
-            **({"refine": self.refine} if self.refine else {}),
-            "heal": self.heal,
-        }
+        idle = {"max_context": self.retrieval_limit is None, "refine": not self.refine}
+        return {name: value for name, value in _as_options(self).items() if not idle.get(name)}
+
+
+def _as_options(of: CalibrationOptions | Calibration) -> dict[str, Any]:
+    """All of them, as on the command line."""
+    return {
+        **as_options(of.texts),
+        "calibration_tokens": of.tokens,
+        "calibration_context": of.context,
+        "max_context": of.max_context,
+        "refit": of.refit,
+        "refine": of.refine,
+        "heal": of.heal,
+    }
 
 
 @dataclass(frozen=True)
-class GivenTexts:
-    """A calibration whose texts have been read, but for what the model writes itself.
+class CalibrationText:
+    """The text of a calibration, whose parts have been read, but for what the model writes itself.
 
     Attributes:
-        calibration: How they are used.
-        parts: Of each text whole blocks, spread evenly over it; None for the model's own.
+        calibration: How it is used.
+        parts: Of each text whole blocks, spread evenly over it; none of the model's own until it is written.
         whole: Each text but the model's own, as far as it was read.
         others: Of each of these some other blocks, where it has more; otherwise some of the same.
         unseen: Those of `others` that are not calibrated on, together; None if all are.
     """
 
     calibration: Calibration
-    parts: tuple[Tokens | None, ...]
+    parts: tuple[Tokens, ...]
     whole: tuple[Tokens, ...]
     others: tuple[Tokens, ...]
     unseen: Tokens | None
 
     @classmethod
-    def read(cls, source: Source, calibration: Calibration) -> GivenTexts:
+    def read(cls, source: Source, calibration: Calibration) -> CalibrationText:
         """Read the texts, and encode them with the source's tokenizer.
 
         Raises:
             Failure: A text cannot be read, or is shorter than one block.
         """
-        parts: list[Tokens | None] = []
+        parts: list[Tokens] = []
         whole: list[Tokens] = []
         others: list[Tokens] = []
         unseen: list[Tokens] = []
         for text, count in zip(calibration.texts, calibration.blocks, strict=True):
             if text.own:
-                parts.append(_own(written_before(source, text.written, count, calibration.context)) if text.written else None)
+                before = written_before(source, text.written, count, calibration.context) if text.written else None
+                parts.append(own_tokens(OWN.label, before))
                 continue
             share, context = count * calibration.context, calibration.context
             tokens = calibration_tokens(source, text.read(), share)
@@ -178,30 +177,12 @@ class GivenTexts:
 
     @property
     def hashes(self) -> list[str | None]:
-        """Of each text's blocks; None for the model's own."""
-        return [part.hash if part else None for part in self.parts]
+        """Of each text's blocks; None for what the model has still to write."""
+        return [part.hash if len(part.ids) else None for part in self.parts]
 
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
-        """The whole text; `written [n, context]` is the model's own."""
-        return CalibrationText(self.calibration, tuple(part or _own(written) for part in self.parts))
-
-
-def _own(written: torch.Tensor | None) -> Tokens:
-    assert written is not None, "the model writes where a text is its own"
-    return Tokens(OWN.label, written.flatten(), 0, 0.0, None)
-
-
-@dataclass(frozen=True)
-class CalibrationText:
-    """The text of a calibration.
-
-    Attributes:
-        calibration: How it is used.
-        parts: Of each text whole blocks.
-    """
-
-    calibration: Calibration
-    parts: tuple[Tokens, ...]
+        """The whole text; `written [n, context]` is what the model wrote, None where it writes nothing."""
+        return replace(self, parts=tuple(part if len(part.ids) else own_tokens(OWN.label, written) for part in self.parts))
 
     @property
     def own(self) -> torch.Tensor | None:

@@ -183,10 +183,8 @@ def capacity(
         if target != spec:
             if carrier is None:
                 continue
-            shapes, made = (
-                carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes,
-                (carrier, family, target),
-            )
+            made = carrier, family, target
+            shapes = carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
         parameters = whole - own + _parameters(shapes, spec)
         row = fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype)

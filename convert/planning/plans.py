@@ -14,11 +14,10 @@ from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
-from convert.planning.allowed import convertible, host_of, require_served, require_stored, unfit
+from convert.planning.allowed import convertible, host_of, require_held, require_served, require_stored, unfit
 from convert.planning.base import Plan, Request
 from convert.planning.budget import smallest_latent
 from convert.planning.calibration import calibration_for, with_own_text
-from convert.planning.held import require_held
 from convert.planning.sizes import AUTO, LatentSize, Sizing
 from convert.planning.targets import GroupedTarget
 

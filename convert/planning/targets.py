@@ -109,13 +109,7 @@ class LatentTarget(_Target):
 
     def allocation(self, rotary: Rotary) -> Allocation:
         """The allocation of all layers before frequencies are chosen; `rotary` is the source's rotary embedding."""
-        return Allocation(
-            self.channels,
-            (),
-            self.freqfold,
-            rotary,
-            ladder=self.host.portable,
-        )
+        return Allocation(self.channels, (), self.freqfold, rotary, ladder=self.host.portable)
 
 
 @dataclass(frozen=True)

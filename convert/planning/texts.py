@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import SELF, Text, TextGiven, load_dataset, read_file, text_of
+from eval.inputs.text import SELF, Text, TextGiven, Tokens, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,13 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
         counts.append(min(left - others, each))
         left -= counts[-1]
     return counts
+
+
+def own_tokens(name: str, ids: torch.Tensor | None) -> Tokens:
+    """What a model wrote itself, `[rows, context]`; no tokens where it has still to write."""
+    import torch
+
+    return Tokens(name, torch.empty(0, dtype=torch.int64) if ids is None else ids.flatten(), 0, 0.0, None)
 
 
 def written_before(source: Source, file: Path, rows: int | None, context: int) -> torch.Tensor:

@@ -119,7 +119,7 @@ def test_a_model_beyond_memory_is_not_checked_and_cannot_write(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Warned
 ) -> None:
     source = checkpoint()
-    monkeypatch.setattr("convert.planning.memory.free_memory", lambda device: 1000)
+    monkeypatch.setattr("convert.planning.base.free_memory", lambda device: 1000)
     with pytest.raises(Refusal, match="cannot write its own calibration text: it takes") as caught:
         mqa(source, tmp_path / "out")
     assert "--text FILE; --no-text" in str(caught.value.hint)

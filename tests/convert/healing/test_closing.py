@@ -160,7 +160,7 @@ def test_by_default_where_the_model_trains_in_memory(
     shelf: Make, spoken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, text = shelf(), [spoken]
-    monkeypatch.setattr("convert.planning.memory.HEALED", 65536)
+    monkeypatch.setattr("convert.planning.base.HEALED", 65536)
 
     def by_default(**given: Any) -> Any:
         found = mqa(source, tmp_path / "out", dry_run=True, **given).plan.calibration
@@ -175,7 +175,7 @@ def test_by_default_where_the_model_trains_in_memory(
     assert by_default(text=text, method="mean", heal=1024) == 1024
     swept = sweep(source, tmp_path / "all", groups=[2], methods=["aligned"], text=text, evaluate=text, dry_run=True)
     assert swept.plans[0].calibration.heal == 0, "methods are compared by what they do themselves"
-    monkeypatch.setattr("convert.planning.memory.whole_memory", lambda device: 10**6)
+    monkeypatch.setattr("convert.planning.base.whole_memory", lambda device: 10**6)
     assert by_default(text=text) == 0
     assert by_default(text=text, heal=1024) == 1024
     with pytest.raises(Refusal, match="--heal is about calibration text, and there is none"):

@@ -17,7 +17,7 @@ from attention.errors import Refusal
 from convert.families import FAMILIES
 from convert.output.destination import Output
 from convert.planning.allowed import convertible, readable
-from convert.planning.calibration import CalibrationOptions, GivenTexts
+from convert.planning.calibration import CalibrationOptions, CalibrationText
 from convert.planning.describe import inspection
 from convert.planning.texts import texts_of
 from eval.inputs.loading import load
@@ -158,7 +158,7 @@ def inputs(source: Path, groups: int = 2, method: str = "aligned", given: Any = 
         texts_of([given] if isinstance(given, str) else given, None), **{"tokens": 256, "context": 32} | options
     )
     plan = grouped(Source.parse(str(source)), Output(source.with_name("out")), groups, method=method, text=text)
-    return plan.inputs(GivenTexts.read(plan.source, plan.calibration).hashes)
+    return plan.inputs(CalibrationText.read(plan.source, plan.calibration).hashes)
 
 
 def test_a_text_is_known_by_its_tokens_wherever_it_lies(checkpoint: Make, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from plans import Sources
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
 from convert.planning.allowed import convertible
-from convert.planning.calibration import Calibration, CalibrationOptions, CalibrationText, GivenTexts, calibration_for
+from convert.planning.calibration import Calibration, CalibrationOptions, CalibrationText, calibration_for
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 
@@ -134,7 +134,7 @@ def test_options_that_contradict_the_method_or_the_source_are_refused(
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
     """Of a text with a token for each character."""
     plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, 0, context)
-    return GivenTexts.read(source, plan).with_own(None)
+    return CalibrationText.read(source, plan).with_own(None)
 
 
 @pytest.mark.parametrize(

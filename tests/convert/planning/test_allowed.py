@@ -21,7 +21,7 @@ from attention.spec import AttentionSpec
 from convert.families.reading import family_for
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.methods import load_latent
-from convert.planning.held import require_held
+from convert.planning.allowed import require_held
 from eval.inputs.source import Source
 
 WEIGHTED = load_latent("weighted")
