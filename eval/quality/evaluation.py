@@ -18,9 +18,8 @@ from eval.machine.device import compute_device
 from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
-from eval.quality.perplexity import batches
-from eval.quality.probes import Probes, figures
-from eval.quality.protocol import Protocol
+from eval.quality.perplexity import Protocol, batches
+from eval.quality.probes import figures, probes_for
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -68,7 +67,7 @@ def report_of(
         # What files can make fail comes before the long part.
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
         row.entry, row.remarks = identity(row.source) | {"calibration_overlap": share}, said
-    probes = Probes.asked(settings, sources, tokens)
+    probes = probes_for(settings, sources, tokens)
     vocabulary = sources[0].vocabulary
     scored = [list(batches(protocol.blocks(tokens), vocabulary)) for protocol in protocols]
     measure(rows, scored, protocols[0].context, settings, probes, progress, opening)
