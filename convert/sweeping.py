@@ -23,7 +23,7 @@ from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
-from eval.terminal.tables import table
+from eval.terminal.text import table
 
 _log = logging.getLogger("kvfold")
 _SURVEY = "survey"  # in DIR

@@ -104,19 +104,16 @@ def name_tokenizer_class(path: Path, name: str) -> None:
 
 
 def _loads_as(result: Source, expected: Any) -> bool:
+    """Whether a checkpoint's tokenizer splits and joins text as another does, and has its special tokens and settings."""
     try:
-        return _same(result.tokenizer(), expected)
+        found = result.tokenizer()
     except Failure:
         return False
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two tokenizers split and join text alike, and have the same special tokens and settings."""
-    if any(getattr(one, name, None) != getattr(other, name, None) for name in _SETTINGS):
+    if any(getattr(found, name, None) != getattr(expected, name, None) for name in _SETTINGS):
         return False
-    backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other))
+    backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (found, expected))
     if backend is None or other_backend is None:
-        return type(one) is type(other)
+        return type(found) is type(expected)
     return bool(backend.to_str() == other_backend.to_str())
 
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_without_a_tokenizer_needs_none(checkpoint: Make, finished:
 def test_a_tokenizer_that_no_name_makes_the_same_is_refused(
     shelf: Make, finished: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(companions, "_same", lambda one, other: False)
+    monkeypatch.setattr(companions, "_loads_as", lambda result, expected: False)
     message = "a qwen2, as Qwen2Tokenizer; the result is a deepseek_v3, and with the same files transformers does not load"
     with pytest.raises(Failure, match=re.escape(message)):
         tokenizer_class(Source.parse(str(shelf("qwen2"))), finished("latent in shards").config)
