@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     encoded: Encoded
     form: Format
     group: int
-    rotation: int = 1
+    rotation: int
 
     @property
     def shape(self) -> torch.Size:

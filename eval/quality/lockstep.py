@@ -40,7 +40,6 @@ class Row:
         source: The checkpoint, labelled with the format.
         form: The format that its cache is stored in or rounded to; None for its own dtype.
         scores: One for each context.
-        remarks: What to know of it, as what follows its name in a sentence.
         entry: What the report says of it before its scores: what it is, and its cache.
         found: Its scores in the probes.
     """
@@ -48,7 +47,6 @@ class Row:
     source: Source
     form: str | None
     scores: list[Score] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
     entry: dict[str, Any] = field(default_factory=dict)
     found: dict[Cell, Found] = field(default_factory=dict)
 

@@ -168,7 +168,7 @@ def figures(found: dict[Cell, Found], source: dict[Cell, Found]) -> list[dict[st
 
 def _text(ids: torch.Tensor) -> Reading:
     """A text alone, whose answers are pieces of it; in cells by position: below 128, from there on, from 256 on, …"""
-    answers = []
+    answers = list[tuple[Cell, torch.Tensor]]()
     for positions in torch.arange(1, len(ids)).split(RUN):
         power = int(positions[0]) // _NEAREST
         answers.append((("text", _NEAREST << (power.bit_length() - 1) if power else 0), positions))
