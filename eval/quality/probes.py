@@ -26,9 +26,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from attention.versions import CACHE, logits_kept
-from eval.inputs.encoding import encoded
 from eval.inputs.source import Source, position_limit
-from eval.inputs.text import Tokens
+from eval.inputs.text import Tokens, encoded
 from eval.machine.device import input_device, memory_for
 from eval.quality.perplexity import finite
 from eval.quality.settings import EvaluationSettings
