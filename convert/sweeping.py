@@ -13,7 +13,7 @@ from typing import Any
 from convert.converting import convert
 from convert.execute.describe import PlannedConversion
 from convert.launch import require_alone
-from convert.output.lock import exclusive
+from convert.output.destination import exclusive
 from convert.output.writing import explained, watched
 from convert.planning.base import Plan
 from convert.planning.calibration import GivenTexts

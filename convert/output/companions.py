@@ -19,7 +19,7 @@ import torch
 
 from attention.errors import Failure, Refusal
 from attention.models import AUTO_MAP, CODE, code_version, names_ours, provides
-from convert.output.lock import exclusive
+from convert.output.destination import exclusive
 from eval.inputs.reader import TOKENIZER_FILES
 from eval.inputs.sealed import seal_tensors, sync_directory, sync_file
 from eval.inputs.source import Source

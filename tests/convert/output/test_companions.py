@@ -24,7 +24,7 @@ from attention.models import CODE, code_version, unlike_ours
 from convert import refresh
 from convert.output import companions
 from convert.output.companions import copy_companions, tokenizer_class, write_config
-from convert.output.lock import exclusive
+from convert.output.destination import exclusive
 from eval.inputs.source import Source
 
 
