@@ -11,17 +11,95 @@ another library; and it takes no latents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import DynamicLayer
 
-from attention.encoding import Encoded
+from attention.encoding import Encoded, decode, encode, rotated
 from attention.errors import Refusal
 from attention.formats import Format, Part, parts_of
-from attention.stored import Rows, Stored, as_read, encoded_rows
 
 _SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of all that seldom costs nothing
+
+
+class Rows(NamedTuple):
+    """Cached `[B, heads, S, n]`, each token encoded by itself, in groups of consecutive values.
+
+    Attributes:
+        encoded: What is cached.
+        form: Its format.
+        group: Values that share a scale.
+        rotation: Values that were multiplied by a Hadamard matrix together; 1 for none.
+    """
+
+    encoded: Encoded
+    form: Format
+    group: int
+    rotation: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is decoded."""
+        codes = self.encoded.codes
+        size = self.group if self.form.classes else codes.shape[3] * codes.element_size() * 8 // self.form.bits
+        return torch.Size((*codes.shape[:3], size))
+
+    def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Tokens `start` … `end` - 1, decoded."""
+        part = Encoded(*(held[:, :, start:end] for held in self.encoded if held is not None))
+        if self.rotation == 1:
+            return decode(part, self.form, self.group, dtype)
+        return rotated(decode(part, self.form, self.group, torch.float32), self.rotation).to(dtype)
+
+    def as_read(self, new: torch.Tensor) -> torch.Tensor:
+        """It as attention reads it that has just cached `new [B, heads, T, n]`: a tensor of the same dtype.
+
+        Attention with one query reads encoded values; several queries and compiled code get them decoded.
+        """
+        if self.encoded.codes.dtype == new.dtype:
+            return self.encoded.codes
+        if new.shape[2] > 1 or torch.compiler.is_compiling():
+            return self.block(0, self.shape[2], new.dtype)
+        return Stored(self, new.dtype)
+
+
+class Stored(torch.Tensor):
+    """Cached `[B, heads, S, n]` as `cached` holds it, which passes for the tensor that `whole` returns.
+
+    `attention.kernels` reads it as it is stored, a block of tokens at a time. Any other operation decodes all of it first, and
+    computes with that; the copy lives as long as this does, which is one layer's attention.
+
+    Attributes:
+        cached: What is stored.
+    """
+
+    cached: Rows
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, cached: Rows, dtype: torch.dtype) -> Stored:
+        device = cached.encoded.codes.device
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=device)
+        made.cached, made._whole = cached, None
+        return made
+
+    def whole(self) -> torch.Tensor:
+        """All of it, decoded."""
+        if self._whole is None:
+            self._whole = self.cached.block(0, self.shape[2], self.dtype).contiguous()  # as its strides say
+        return self._whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Stored({list(self.shape)}, {self.cached.form.name})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Stored, Stored.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _HeldRows:
@@ -35,7 +113,7 @@ class _HeldRows:
     """
 
     def __init__(self, form: Format, part: Part) -> None:
-        self.length, self._form, self._part, self._first = 0, form, part, 0
+        self.length, self._form, self._part, self._first = 0, form.of(part), part, 0
         self._held: list[torch.Tensor] = []
 
     @property
@@ -45,8 +123,9 @@ class _HeldRows:
 
     def append(self, new: torch.Tensor) -> Rows:
         """Cache further tokens `[B, heads, T, n]`; return all."""
-        added = encoded_rows(new, self._form, self._part)
-        parts = [part for part in added.encoded if part is not None]
+        group, rotation = self._form.grouping(self._part, new.shape[3])
+        added = encode(new if rotation == 1 else rotated(new, rotation), self._form, group)
+        parts = [part for part in added if part is not None]
         before, self.length = self.length, self.length + new.shape[2]
         if not self._has_room(self._first + self.length):
             room = (self.length // _SPARE + 1) * _SPARE
@@ -56,7 +135,7 @@ class _HeldRows:
             self._held, self._first = grown, 0
         for held, part in zip(self._held, parts, strict=True):
             self._within(held)[:, :, before:] = part
-        return added._replace(encoded=Encoded(*map(self._within, self._held)))
+        return Rows(Encoded(*map(self._within, self._held)), self._form, group, rotation)
 
     def _within(self, held: torch.Tensor) -> torch.Tensor:
         return held[:, :, self._first : self._first + self.length]
@@ -111,7 +190,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         given = key_states, value_states
-        read = [as_read(part.append(new), new) for part, new in zip(self.parts, given, strict=True)]
+        read = [part.append(new).as_read(new) for part, new in zip(self.parts, given, strict=True)]
         if not self.record_past:
             self._forget()
         # Of two dtypes (autocast), one may be stored as it is read: kernels take both encoded, or none.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from attention.errors import Refusal
 
@@ -23,18 +23,6 @@ Part = Literal["keys", "values", "latent", "rope"]  # of a cache: keys or values
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
 _SCALE = 2  # bytes of a scale or an offset, in float16
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
-
-
-class Grouping(NamedTuple):
-    """How the values of one token, of one head or of a latent, are encoded together.
-
-    Attributes:
-        values: That share a scale; 0 for a plain dtype.
-        rotation: That are multiplied by a Hadamard matrix together; 1 for none.
-    """
-
-    values: int
-    rotation: int = 1
 
 
 @dataclass(frozen=True)
@@ -87,16 +75,21 @@ class Format:
         bounds[-1] = size
         return [(form, end - start) for (_, form), start, end in zip(self.classes, (0, *bounds), bounds, strict=False)]
 
-    def grouping(self, part: Part, size: int) -> Grouping:
-        """How `size` values of one token are encoded, where they are not grouped along time."""
+    def grouping(self, part: Part, size: int) -> tuple[int, int]:
+        """How `size` values of one token, of one head or of a latent, are encoded together, where not grouped along time.
+
+        Returns:
+            The values that share a scale, 0 for a plain dtype; and those that are multiplied by a Hadamard matrix together, 1
+            for none.
+        """
         if self.classes:
-            return Grouping(size)
+            return size, 1
         if part in ("latent", "rope"):
-            return Grouping(self.latent_group)
+            return self.latent_group, 1
         if not self.hadamard or size % self.hadamard:
-            return Grouping(self.group)
+            return self.group, 1
         # of keys, the largest power of two that divides their dims
-        return Grouping(self.group, size & -size if part == "keys" else self.hadamard)
+        return self.group, (size & -size if part == "keys" else self.hadamard)
 
     def row_bytes(self, size: int, part: Part = "values") -> int:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key; of full groups, if along time."""
@@ -105,7 +98,7 @@ class Format:
             return size * self.bits // 8 + size * self.scale_bytes // self.tokens
         if form.classes:
             return sum(count * own.bits // 8 + own.scale_bytes for own, count in form.cut(size) if count)
-        group = form.grouping(part, size).values
+        group, _ = form.grouping(part, size)
         return size * form.bits // 8 + (form.scale_bytes * -(-size // group) if group else 0)
 
     @property

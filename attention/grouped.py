@@ -22,9 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention.cache import Stored
 from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
-from attention.stored import Stored
 
 NAME, STOCK = "kvfold_grouped", "sdpa"  # of attention functions
 

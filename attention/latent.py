@@ -25,12 +25,12 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention.cache import Stored
 from attention.errors import Refusal
 from attention.forward import widened
 from attention.grouped import STOCK, PackedConfig, replaced_forward
 from attention.kernels import decode, torch_decode
 from attention.models.modeling_kvfold import eager
-from attention.stored import Stored
 
 When = Literal["auto", "always"]
 

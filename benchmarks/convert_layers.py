@@ -129,9 +129,9 @@ def survey_only(model: Path, work: Path) -> None:
     from convert.calibration.stream import LayerStream
     from convert.calibration.survey import survey
     from convert.checkpoint.loading import empty_model
-    from convert.checkpoint.shelf import Shelf
     from convert.families import family_of
     from eval.inputs.reader import Reader
+    from eval.inputs.sealed import Shelf
     from eval.inputs.source import Source
 
     source = Source.parse(str(model))

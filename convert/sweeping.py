@@ -13,7 +13,7 @@ from typing import Any
 from convert.converting import convert
 from convert.execute.describe import PlannedConversion
 from convert.launch import require_alone
-from convert.output.lock import exclusive
+from convert.output.destination import exclusive
 from convert.output.writing import explained, watched
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
@@ -23,7 +23,7 @@ from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.report import quality as report
 from eval.terminal.progress import Progress, silent
-from eval.terminal.tables import table
+from eval.terminal.text import table
 
 _log = logging.getLogger("kvfold")
 _SURVEY = "survey"  # in DIR

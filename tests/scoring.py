@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eval.quality.lockstep import score_group
-from eval.quality.perplexity import Score, batches
-from eval.quality.protocol import Batch
+from eval.quality.perplexity import Batch, Score, batches
 
 
 def compare(

@@ -32,12 +32,12 @@ from convert import gqa, mla
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refit import refitted
 from convert.calibration.survey import Moments, survey
-from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.blocks import Blocks
 from convert.methods.distances import attention_by_distance
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+from eval.inputs.sealed import Shelf
 
 FEW = inputs(20, tokens=6, blocks=1)
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)

@@ -14,7 +14,7 @@ from scoring import compare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Make
 
-from eval.quality.protocol import Batch
+from eval.quality.perplexity import Batch
 
 pytest.importorskip("lm_eval")
 PAGE = Path(__file__).parents[1] / "docs" / "evaluation.md"

@@ -1,6 +1,6 @@
 """Attention over the cache in plain torch, with gradients: any device and dtype and, over a latent, any number of queries.
 
-An encoded cache (`attention.stored`) is decoded a block of tokens at a time: a block is read by all queries of one new token,
+An encoded cache (`attention.cache`) is decoded a block of tokens at a time: a block is read by all queries of one new token,
 and forgotten; no copy of the whole cache is made. Softmax is then online (arXiv 1805.02867): with m the highest score so far,
 l = Σ e^(s - m) and o = Σ e^(s - m) v, a block whose highest score is m' > m first multiplies l and o by e^(m - m'). The mean is
 o / l.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.stored import Stored
+from attention.cache import Stored
 
 _BLOCK = 4096  # tokens of a cache in half precision
 # Values of a block of an encoded cache. On a CPU, it should stay in a core's L2 cache; on a GPU, launches should be few.

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from attention.cache import Stored
 from attention.errors import one_line
 from attention.kernels import torch_decode
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 from attention.spec import RANK_STEP
-from attention.stored import Stored
 
 _TRITON = find_spec("triton") is not None
 # Triton reads its environment on import, in the same way.

@@ -8,7 +8,7 @@ from typing import Unpack
 from attention.errors import Refusal
 from convert.arguments import options
 from convert.hosts.engines import engine_of
-from convert.output import refreshing
+from convert.output import companions
 from convert.planning.allowed import readable, require_stored
 from convert.planning.describe import Facts, capacity, inspection
 from eval.arguments import checked
@@ -73,7 +73,7 @@ def refresh(output: str | Path) -> Facts:
         Refusal: There is nothing to renew, or it is newer than this version's.
         Failure: Another run writes to the directory, or the files cannot be replaced.
     """
-    found = refreshing.refresh(Path(output))
+    found = companions.refresh(Path(output))
     renewed = [f"{name} ({f'version {before}' if before else 'no version'})" for name, before in found["renewed"].items()]
     said = f"renewed {' and '.join(renewed)}" if renewed else "there was nothing to renew"
     return Facts(found, f"{said}: the code in {output} is kvfold's, version {found['code_version']}")

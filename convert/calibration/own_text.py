@@ -24,9 +24,8 @@ from attention.errors import Failure
 from attention.patch import prepared
 from attention.spec import AttentionSpec
 from attention.versions import CACHE
-from convert.checkpoint.shelf import Shelf
 from eval.inputs.loading import load
-from eval.inputs.sealed import read_object
+from eval.inputs.sealed import Shelf, read_object
 from eval.inputs.text import bos_before_texts
 from eval.machine.device import input_device, memory_for, rough, whole_memory
 from eval.quality.opened import Opening

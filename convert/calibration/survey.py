@@ -17,9 +17,9 @@ from attention.forward import Heads, heads_of
 from attention.record import Attention
 from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.shelf import Shelf
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, SURVEYED, Attended, Statistics
+from eval.inputs.sealed import Shelf
 from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -80,8 +80,8 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str) ->
         name, whose, step = of_a_kind(tensors.unexpected) or (tensors.unexpected[0], "", OTHER_MODEL)
         known = f"which {kind} with this config has not"
         raise Failure(f"{what} has tensor {name}{others}, {f'{whose}, ' if whose else ''}{known}", hint=step)
-    for wrong in tensors.mismatched:
-        raise wrong.failure()
+    for name in tensors.mismatched:
+        raise tensors.mismatch(name)
     floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name in tensors.names:
         for source in tensors.sources(name) if name in floating else ():
@@ -91,34 +91,6 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str) ->
                     f"{source} holds {kept}, which means nothing without its scales",
                     hint="convert the original checkpoint, in float32, bfloat16 or float16, then quantise",
                 )
-
-
-class Mismatch(NamedTuple):
-    """A parameter whose tensors do not have the shape that the class wants.
-
-    Attributes:
-        parameter: Its name in the class.
-        found: The shape that the tensors give; None if they cannot be combined.
-        wanted: The shape in the class.
-        names: The checkpoint's tensors for it.
-    """
-
-    parameter: str
-    found: tuple[int, ...] | None
-    wanted: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def failure(self) -> Failure:
-        """The error that says so."""
-        if self.found is None:
-            made = f"cannot be made of its {len(self.names)} tensors, {self.names[0]} to {self.names[-1]}"
-            what = f"{self.parameter} {made}, whose shapes do not fit together"
-        elif self.names[1:]:
-            made = f"(made of {len(self.names)} tensors, {self.names[0]} to {self.names[-1]})"
-            what = f"{self.parameter} is {list(self.found)} {made}"
-        else:
-            what = f"{self.names[0]} is {list(self.found)}"
-        return disagreement(what, self.found, self.wanted)
 
 
 class ClassTensors:
@@ -133,7 +105,8 @@ class ClassTensors:
         missing: Those without a tensor; a tied weight counts as given if one of the weights tied to it is.
         unexpected: Tensors of the checkpoint that the class does not know.
         ignored: Unknown tensors that the class ignores on purpose, such as rotary frequencies.
-        mismatched: Parameters whose tensors have a wrong shape.
+        mismatched: Of each parameter whose tensors have a wrong shape: that shape, None if they cannot be combined, and the
+            class's.
     """
 
     def __init__(self, model: Any, infos: Mapping[str, TensorInfo]) -> None:
@@ -155,11 +128,9 @@ class ClassTensors:
         self.missing = tuple(name for name in wanted if name in keys.missing_keys)
         self.unexpected = tuple(name for renamed, name in strays if renamed in keys.unexpected_keys)
         self.ignored = tuple(name for renamed, name in strays if renamed not in keys.unexpected_keys)
-        self.mismatched = tuple(
-            Mismatch(name, shape, wanted[name], self.sources(name))
-            for name, shape in found.items()
-            if name in wanted and shape != wanted[name]
-        )
+        self.mismatched = {
+            name: (shape, wanted[name]) for name, shape in found.items() if name in wanted and shape != wanted[name]
+        }
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The checkpoint tensors that a parameter is made of; empty if it is missing."""
@@ -174,9 +145,21 @@ class ClassTensors:
         if name not in self._from:
             raise Failure(f"the checkpoint lacks tensor {name}", hint=OTHER_MODEL)
         made, giver = self._from[name]
-        if wrong := next((m for m in self.mismatched if m.parameter == giver), None):
-            raise wrong.failure()
+        if giver in self.mismatched:
+            raise self.mismatch(giver)
         return made.convert(self._model, read)[giver]
+
+    def mismatch(self, name: str) -> Failure:
+        """The error that says so of a parameter in `mismatched`."""
+        (shape, wanted), names = self.mismatched[name], self.sources(name)
+        several = f"{len(names)} tensors, {names[0]} to {names[-1]}"
+        if shape is None:
+            what = f"{name} cannot be made of its {several}, whose shapes do not fit together"
+        elif names[1:]:
+            what = f"{name} is {list(shape)} (made of {several})"
+        else:
+            what = f"{names[0]} is {list(shape)}"
+        return disagreement(what, shape, wanted)
 
     def is_converted(self, name: str) -> bool:
         """Whether a parameter is more than a renamed tensor."""

@@ -21,7 +21,7 @@ from convert.command import removed
 from convert.command.parameters import CONVERTED, DEMO, DIR, MODEL, MODELS, OUTPUT, parameters
 from convert.launch import is_first, require_alone
 from eval import options as measured
-from eval.terminal.escapes import printable, printable_lines, shell_line
+from eval.terminal.text import printable, printable_lines, shell_line
 
 
 class Command(click.Command):

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from eval.terminal.escapes import printable
 from eval.terminal.progress import Progress, duration, silent
+from eval.terminal.text import printable
 
 _AT_ONCE = 0.1  # seconds from the begin of a stage
 _QUIET, _PARTS = 30.0, 10  # seconds without a line, or a tenth of a stage that is longer than that

@@ -23,8 +23,7 @@ from eval.inputs.loading import load
 from eval.inputs.text import Tokens
 from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opened, Opening
-from eval.quality.perplexity import Score, batches, logits_of
-from eval.quality.protocol import Batch
+from eval.quality.perplexity import Batch, Score, batches, logits_of
 from eval.report.quality import LARGE, meaning
 from eval.terminal.progress import Progress, stage
 

@@ -18,13 +18,13 @@ from attention.forward import attention_output
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model
-from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice, LatentTarget
+from eval.inputs.sealed import Shelf
 from eval.terminal.progress import stage
 
 _SILENT = 1e-30  # the energy of an output that is nothing

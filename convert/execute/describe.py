@@ -22,7 +22,7 @@ from convert.planning.base import Plan
 from convert.planning.texts import as_options, names_of
 from eval.inputs.text import WARN_ABOVE
 from eval.report.quality import loss_text
-from eval.terminal.escapes import markdown
+from eval.terminal.text import markdown
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
-from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.methods.statistics import EXCERPT
 from convert.planning.calibration import CalibrationText
-from eval.inputs.sealed import Content
+from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
 
 

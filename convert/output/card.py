@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from eval.terminal.escapes import markdown, shell_line
+from eval.terminal.text import markdown, shell_line
 
 # Entries of conversion.json: the types by their keys, and the keys of an engine.
 _STATED: dict[str, dict[str, Any]] = {

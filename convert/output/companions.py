@@ -1,4 +1,4 @@
-"""Writes the files beside the weights of a checkpoint: its config, its source's own text, and files copied from the source.
+"""Writes what lies beside the weights of a checkpoint: its config, its code, its source's own text, and copied files.
 
 Where the model type changes, the tokenizer has to stay the same: transformers chooses its class by `tokenizer_class` in
 tokenizer_config.json and by the config's model type, and for some model types (qwen2, ernie4_5, …) it ignores the former. The
@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from attention.errors import Failure
+from attention.errors import Failure, Refusal
+from attention.models import AUTO_MAP, CODE, code_version, names_ours, provides
+from convert.output.destination import exclusive
 from eval.inputs.reader import TOKENIZER_FILES
 from eval.inputs.sealed import seal_tensors, sync_directory, sync_file
 from eval.inputs.source import Source
@@ -102,19 +104,16 @@ def name_tokenizer_class(path: Path, name: str) -> None:
 
 
 def _loads_as(result: Source, expected: Any) -> bool:
+    """Whether a checkpoint's tokenizer splits and joins text as another does, and has its special tokens and settings."""
     try:
-        return _same(result.tokenizer(), expected)
+        found = result.tokenizer()
     except Failure:
         return False
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two tokenizers split and join text alike, and have the same special tokens and settings."""
-    if any(getattr(one, name, None) != getattr(other, name, None) for name in _SETTINGS):
+    if any(getattr(found, name, None) != getattr(expected, name, None) for name in _SETTINGS):
         return False
-    backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other))
+    backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (found, expected))
     if backend is None or other_backend is None:
-        return type(one) is type(other)
+        return type(found) is type(expected)
     return bool(backend.to_str() == other_backend.to_str())
 
 
@@ -149,3 +148,49 @@ def write_own_text(path: Path, ids: torch.Tensor) -> None:
     """
     (path / OWN_TEXT).parent.mkdir(exist_ok=True)
     seal_tensors(path / OWN_TEXT, {"ids": ids.to(torch.int32)}, {})
+
+
+def refresh(output: Path) -> dict[str, Any]:
+    """Renew the code beside the weights of a result of kvfold's class, if any of its files differs from this version's.
+
+    Nothing else in its directory changes.
+
+    Returns:
+        `output`, its `code_version` from now on, and `renewed`: the version before of each file that was replaced, 0 if none.
+
+    Raises:
+        Refusal: It is no directory or not of kvfold's class, its config names other code, or its code is newer.
+        Failure: Another run writes it; or its files cannot be replaced.
+    """
+    _require_ours(output)
+    with exclusive(output):
+        _require_ours(output)  # again, now that no other run writes
+        ours, there = code_version(CODE[0]), {file: output / file.name for file in CODE}
+        try:
+            before = {file: code_version(found) if found.is_file() else 0 for file, found in there.items()}
+            if (newest := max(before.values())) > ours:
+                raise Refusal(f"the code in {output} has version {newest}, newer than kvfold's {ours}", hint="update kvfold")
+            other = [file for file, found in there.items() if not found.is_file() or found.read_bytes() != file.read_bytes()]
+            if other:
+                copy_code(output, CODE)
+            return {"output": str(output), "code_version": ours, "renewed": {file.name: before[file] for file in other}}
+        except OSError as error:
+            raise Failure(f"cannot renew the code in {output}: {error}", hint="mend that, then run it again") from None
+
+
+def _require_ours(output: Path) -> None:
+    """Refuse what is no directory with a checkpoint of kvfold's class, whose config names its files."""
+    if not output.is_dir():
+        raise Refusal(
+            f"there is no directory {str(output)!r} to refresh",
+            hint="give the directory of a result; of one on the Hub, get it with `hf download ID --local-dir DIR`",
+        )
+    source = Source.parse(str(output))
+    if not provides(source.model_type):
+        raise Refusal(f"{output} is of model type {source.model_type!r}, which has no code of kvfold: nothing to refresh")
+    named = source.raw.get("auto_map")
+    if not named or not names_ours(source.raw):
+        raise Refusal(
+            f"auto_map in config.json of {output} is {named}; kvfold's files are named by {AUTO_MAP}",
+            hint="the code that it names is not kvfold's to renew",
+        )

@@ -28,8 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.output.destination import CHECKPOINT, INPUTS, Output, check_output, partial_path, read_provenance, write_provenance
-from convert.output.lock import exclusive
+from convert.output.destination import (
+    CHECKPOINT,
+    INPUTS,
+    Output,
+    check_output,
+    exclusive,
+    partial_path,
+    read_provenance,
+    write_provenance,
+)
 from eval.inputs.reader import Reader
 from eval.inputs.sealed import read_object, seal, sync_directory, sync_tree, unchanged, unsealed, write_whole
 from eval.inputs.source import Source

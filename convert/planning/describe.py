@@ -17,7 +17,7 @@ from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
 from convert.planning.allowed import host_of, readable
 from convert.planning.budget import LatentBounds, rule_text, smallest_latent
-from eval.terminal.tables import bytes_text, table
+from eval.terminal.text import bytes_text, table
 
 if TYPE_CHECKING:
     from convert.families import Family

@@ -18,9 +18,8 @@ from eval.machine.device import compute_device
 from eval.quality.lockstep import Row, measure
 from eval.quality.opened import Opening
 from eval.quality.origin import identity, is_cached_in, remarks, seen_share
-from eval.quality.perplexity import batches
-from eval.quality.probes import Probes, figures
-from eval.quality.protocol import Protocol
+from eval.quality.perplexity import Protocol, batches
+from eval.quality.probes import figures, probes_for
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -57,18 +56,18 @@ def report_of(
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
     protocols, tokens = prepare(sources, text, settings)
-    known = remarks(sources, text, settings.max_tokens, tokens)
+    said = remarks(sources, text, settings.max_tokens, tokens)
 
     @cache
     def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
     rows = _rows(sources, settings.cache_dtypes)
-    for row, said in zip(rows, known + [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(known) :]], strict=True):
-        # What files can make fail comes before the long part.
+    said += [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(sources) :]]
+    for row in rows:  # what files can make fail comes before the long part
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
-        row.entry, row.remarks = identity(row.source) | {"calibration_overlap": share}, said
-    probes = Probes.asked(settings, sources, tokens)
+        row.entry = identity(row.source) | {"calibration_overlap": share}
+    probes = probes_for(settings, sources, tokens)
     vocabulary = sources[0].vocabulary
     scored = [list(batches(protocol.blocks(tokens), vocabulary)) for protocol in protocols]
     measure(rows, scored, protocols[0].context, settings, probes, progress, opening)
@@ -83,7 +82,7 @@ def report_of(
             "tokens": len(tokens.ids),
             "bytes_in_text": tokens.text_bytes,
         },
-        "models": [row.entry | {"remarks": row.remarks} | one for row, one in zip(rows, quality[0], strict=True)],
+        "models": [row.entry | {"remarks": known} | one for row, known, one in zip(rows, said, quality[0], strict=True)],
         "other_contexts": [
             {
                 "context": protocol.context,

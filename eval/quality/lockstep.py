@@ -23,9 +23,8 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.machine.device import input_device, memory_for
 from eval.quality.opened import Opening
-from eval.quality.perplexity import Score, logits_of
-from eval.quality.probes import Cell, Found, Probes
-from eval.quality.protocol import Batch
+from eval.quality.perplexity import Batch, Score, logits_of
+from eval.quality.probes import Cell, Found, Reading, probed
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent, stage
 
@@ -41,7 +40,6 @@ class Row:
         source: The checkpoint, labelled with the format.
         form: The format that its cache is stored in or rounded to; None for its own dtype.
         scores: One for each context.
-        remarks: What to know of it, as what follows its name in a sentence.
         entry: What the report says of it before its scores: what it is, and its cache.
         found: Its scores in the probes.
     """
@@ -49,7 +47,6 @@ class Row:
     source: Source
     form: str | None
     scores: list[Score] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
     entry: dict[str, Any] = field(default_factory=dict)
     found: dict[Cell, Found] = field(default_factory=dict)
 
@@ -59,7 +56,7 @@ def measure(
     batches: Sequence[Sequence[Batch]],
     context: int,
     settings: EvaluationSettings,
-    probes: Probes | None = None,
+    probes: Sequence[Reading] | None = None,
     progress: Progress = silent,
     opening: Opening = load,
 ) -> None:
@@ -92,7 +89,7 @@ def measure(
                 score_group(batches, source, None if again else first.scores, scored, done)
             for row, model in models if again else [(first, source), *models]:
                 if probes is not None and row.form not in KIVI:  # which rounds whole texts alone
-                    row.found = probes.measure(model, row.source.name, progress)
+                    row.found = probed(probes, model, row.source.name, progress)
 
     with _opened(first, first, context, settings, opening) as source:
         for number, group in enumerate(_groups(others)):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,9 +26,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from attention.versions import CACHE, logits_kept
-from eval.inputs.encoding import encoded
 from eval.inputs.source import Source, position_limit
-from eval.inputs.text import Tokens
+from eval.inputs.text import Tokens, encoded
 from eval.machine.device import input_device, memory_for
 from eval.quality.perplexity import finite
 from eval.quality.settings import EvaluationSettings
@@ -51,28 +49,16 @@ _WORDS = (
 Cell = tuple[str, int | None]  # a task, and a distance; of text, a position; None where things lie anywhere
 
 
-class Answer(NamedTuple):
-    """Tokens of a sequence that are scored together.
-
-    Attributes:
-        cell: The task and the distance.
-        positions: Positions of the tokens, `[n]`, from 1 on.
-    """
-
-    cell: Cell
-    positions: torch.Tensor
-
-
 class Reading(NamedTuple):
     """A sequence to read, and what to score in it.
 
     Attributes:
         ids: Its tokens, `[T]`.
-        answers: What is scored.
+        answers: What is scored: tokens that belong together, by their cell and positions `[n]`, from 1 on.
     """
 
     ids: torch.Tensor
-    answers: list[Answer]
+    answers: list[tuple[Cell, torch.Tensor]]
 
 
 class Question(NamedTuple):
@@ -102,66 +88,61 @@ class Found(NamedTuple):
     nats: torch.Tensor
     exact: torch.Tensor
 
-    @classmethod
-    def of(cls, nats: Sequence[float], exact: Sequence[bool]) -> Found:
-        return cls(torch.tensor(nats, dtype=torch.float64), torch.tensor(exact))
+
+def probes_for(settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> list[Reading] | None:
+    """The probes; None if they are not wanted, or if positions or the text are too short for the least distance."""
+    limits = [limit for limit in (position_limit(sources), *map(_same_frequencies, sources)) if limit]
+    wanted = max(_LENGTH, *settings.contexts, 0)
+    positions = min([wanted, *limits])
+    if not settings.probes or min(positions, len(tokens.ids)) < _NEAREST + RUN + 1:
+        return None
+    tokenizer = sources[0].tokenizer()
+    return probes_on(tokens.ids, positions, lambda text: encoded(text, tokenizer)[0], tokens.bos)
 
 
-@dataclass(frozen=True)
-class Probes:
-    """The probes for some models: sequences to read."""
+def probes_on(
+    ids: torch.Tensor, positions: int, encode: Callable[[str], torch.Tensor], bos: int | None = None
+) -> list[Reading]:
+    """The probes on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens.
 
-    readings: tuple[Reading, ...]
+    Every sequence begins with the tokenizer's BOS token if it has one.
+    """
+    opening = ids.new_tensor([] if bos is None else [bos])
+    length = min(positions - len(opening), len(ids))
+    alone, count = min(_TEXTS, len(ids) // length), max(_FEWEST, _TOKENS // length)
+    texts = [number * (len(ids) - length) // max(1, alone - 1) for number in range(alone)]  # which do not overlap
+    starts = [*texts, *(number * (len(ids) - length) // count for number in range(count))]
+    parts = [torch.cat((opening, ids[start : start + length])) for start in starts]
+    random = _Random(ids, encode)
+    return [*map(_text, parts[:alone]), *(_with_questions(part, len(opening), random) for part in parts[alone:])]
 
-    @classmethod
-    def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Probes | None:
-        """The probes; None if they are not wanted, or if positions or the text are too short for the least distance."""
-        limits = [limit for limit in (position_limit(sources), *map(_same_frequencies, sources)) if limit]
-        wanted = max(_LENGTH, *settings.contexts, 0)
-        positions = min([wanted, *limits])
-        if not settings.probes or min(positions, len(tokens.ids)) < _NEAREST + RUN + 1:
-            return None
-        tokenizer = sources[0].tokenizer()
-        return cls.of(tokens.ids, positions, lambda text: encoded(text, tokenizer)[0], tokens.bos)
 
-    @classmethod
-    def of(cls, ids: torch.Tensor, positions: int, encode: Callable[[str], torch.Tensor], bos: int | None = None) -> Probes:
-        """The probes on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens.
+def probed(readings: Sequence[Reading], model: Any, name: str, progress: Progress) -> dict[Cell, Found]:
+    """Score a model's answers.
 
-        Every sequence begins with the tokenizer's BOS token if it has one.
-        """
-        opening = ids.new_tensor([] if bos is None else [bos])
-        length = min(positions - len(opening), len(ids))
-        alone, count = min(_TEXTS, len(ids) // length), max(_FEWEST, _TOKENS // length)
-        texts = [number * (len(ids) - length) // max(1, alone - 1) for number in range(alone)]  # which do not overlap
-        starts = [*texts, *(number * (len(ids) - length) // count for number in range(count))]
-        parts = [torch.cat((opening, ids[start : start + length])) for start in starts]
-        random = _Random(ids, encode)
-        asking = (_with_questions(part, len(opening), random) for part in parts[alone:])
-        return cls((*map(_text, parts[:alone]), *asking))
+    Args:
+        readings: The probes.
+        model: The loaded model.
+        name: Its name, for progress.
+        progress: Called with the number of sequences that have been read.
 
-    def measure(self, model: Any, name: str, progress: Progress) -> dict[Cell, Found]:
-        """Score a model's answers.
-
-        Args:
-            model: The loaded model.
-            name: Its name, for progress.
-            progress: Called with the number of sequences that have been read.
-
-        Raises:
-            Failure: Logits are not finite, or memory does not suffice.
-        """
-        found = defaultdict[Cell, list[tuple[float, bool]]](list)
-        room = memory_for("the probes", "free some, or give --device cpu; `convert eval` has --no-probes")
-        with torch.inference_mode(), room, stage(progress, f"probe {name}", len(self.readings), "sequence") as done:
-            for reading in self.readings:
-                scored = torch.zeros(len(reading.ids), dtype=torch.bool)
-                scored[torch.cat([answer.positions for answer in reading.answers])] = True
-                nats, likeliest = _read(model, reading.ids, scored)
-                for cell, positions in reading.answers:
-                    found[cell].append((float(nats[positions].mean()), bool(likeliest[positions].all())))
-                done(1)
-        return {cell: Found.of(*zip(*answers, strict=True)) for cell, answers in found.items()}
+    Raises:
+        Failure: Logits are not finite, or memory does not suffice.
+    """
+    nats_of, exact_of = defaultdict[Cell, list[float]](list), defaultdict[Cell, list[bool]](list)
+    room = memory_for("the probes", "free some, or give --device cpu; `convert eval` has --no-probes")
+    with torch.inference_mode(), room, stage(progress, f"probe {name}", len(readings), "sequence") as done:
+        for reading in readings:
+            scored = torch.zeros(len(reading.ids), dtype=torch.bool)
+            scored[torch.cat([positions for _, positions in reading.answers])] = True
+            nats, likeliest = _read(model, reading.ids, scored)
+            for cell, positions in reading.answers:
+                nats_of[cell].append(float(nats[positions].mean()))
+                exact_of[cell].append(bool(likeliest[positions].all()))
+            done(1)
+    return {
+        cell: Found(torch.tensor(nats, dtype=torch.float64), torch.tensor(exact_of[cell])) for cell, nats in nats_of.items()
+    }
 
 
 def _same_frequencies(source: Source) -> int | None:
@@ -186,10 +167,10 @@ def figures(found: dict[Cell, Found], source: dict[Cell, Found]) -> list[dict[st
 
 def _text(ids: torch.Tensor) -> Reading:
     """A text alone, whose answers are pieces of it; in cells by position: below 128, from there on, from 256 on, …"""
-    answers = []
+    answers = list[tuple[Cell, torch.Tensor]]()
     for positions in torch.arange(1, len(ids)).split(RUN):
         power = int(positions[0]) // _NEAREST
-        answers.append(Answer(("text", _NEAREST << (power.bit_length() - 1) if power else 0), positions))
+        answers.append((("text", _NEAREST << (power.bit_length() - 1) if power else 0), positions))
     return Reading(ids, answers)
 
 
@@ -204,8 +185,8 @@ def _with_questions(ids: torch.Tensor, opening: int, random: _Random) -> Reading
             start = opening + place * RUN
             ids[start : start + len(part)] = part
             free -= _taken(place, part)
-        answers.append(Answer(question.cell, opening + places[-1] * RUN + question.scored))
-    return Reading(ids, sorted(answers, key=lambda answer: (answer.cell[0], answer.cell[1] or 0)))
+        answers.append((question.cell, opening + places[-1] * RUN + question.scored))
+    return Reading(ids, sorted(answers, key=lambda answer: (answer[0][0], answer[0][1] or 0)))
 
 
 def _questions(places: int, random: _Random) -> Iterator[Question]:

@@ -12,7 +12,7 @@ class EvaluationSettings:
     """How to evaluate.
 
     Attributes:
-        protocol: One of `PROTOCOLS`, see `eval.quality.protocol`.
+        protocol: One of `PROTOCOLS`, see `eval.quality.perplexity`.
         contexts: Tokens per block; each is evaluated. Empty for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from attention.errors import Failure, Refusal
 from eval.inputs.sealed import write_whole
 from eval.inputs.text import WARN_ABOVE
-from eval.terminal.escapes import markdown, printable
-from eval.terminal.tables import table
+from eval.terminal.text import markdown, printable, table
 
 Model = dict[str, Any]
 Report = dict[str, Any]

@@ -27,9 +27,8 @@ from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters
 from eval.machine.device import compute_device, free_memory, hardware, memory_for, timed
 from eval.speed.workload import Workload
-from eval.terminal.escapes import markdown
 from eval.terminal.progress import Progress, silent, stage
-from eval.terminal.tables import bytes_text, table
+from eval.terminal.text import bytes_text, markdown, table
 
 _log = logging.getLogger("kvfold")
 _WARM_UP = 3  # steps

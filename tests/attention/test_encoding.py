@@ -145,7 +145,7 @@ def test_all_codes_are_used_and_survive_packing(form: Format) -> None:
 def test_bytes_are_those_of_the_format_and_values_in_the_dtype_asked_for(form: Format) -> None:
     parts: tuple[Part, ...] = "values", "latent", "rope"
     for size, part in product((8, 80, 160), parts):
-        group = form.grouping(part, size).values
+        group, _ = form.grouping(part, size)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             values = draw(2, 3, 5, size).to(dtype)
             stored = encode(values, form, group)

@@ -87,5 +87,5 @@ def test_blocks_that_llama_cpp_does_not_store_are_refused() -> None:
 )
 def test_heads_are_rotated_where_llama_cpp_rotates_them(size: int, of_keys: int, of_values: int) -> None:
     for name, form in FORMATS.items():
-        found = form.grouping("keys", size).rotation, form.grouping("values", size).rotation
+        found = form.grouping("keys", size)[1], form.grouping("values", size)[1]
         assert found == ((of_keys, of_values) if name in ("q8_0", "q4_0") else (1, 1))

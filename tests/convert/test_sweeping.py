@@ -14,7 +14,7 @@ import pytest
 from written import Convert, Finished, Make, characters, ok, read, refused, same_but_for_the_run, stop_at
 
 from convert import sweeping as module
-from convert.checkpoint.shelf import Shelf
+from eval.inputs.sealed import Shelf
 
 NAMES = [
     *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),

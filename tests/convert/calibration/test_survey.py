@@ -19,8 +19,8 @@ from attention.errors import Failure
 from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, _CopyingSums, _repetitions, survey
-from convert.checkpoint.shelf import Shelf
 from convert.methods.statistics import Attended, Statistics
+from eval.inputs.sealed import Shelf
 
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:

@@ -43,11 +43,11 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
     found, reader = tensors_of(path)
     assert set(found.missing) == set(info["missing_keys"])
     assert {(renamed or {}).get(name, name) for name in found.unexpected} == set(info["unexpected_keys"])
-    mismatched = {(wrong.parameter, wrong.found, wrong.wanted) for wrong in found.mismatched}
+    mismatched = {(name, *shapes) for name, shapes in found.mismatched.items()}
     assert mismatched == {(name, tuple(got), tuple(wants)) for name, got, wants in info["mismatched_keys"]}
     loaded = model.state_dict()
     assert tuple(loaded) == found.names
-    for name in set(found.names) - set(found.missing) - {wrong.parameter for wrong in found.mismatched}:
+    for name in set(found.names) - set(found.missing) - found.mismatched.keys():
         assert torch.equal(found.tensor(name, reader.__getitem__), loaded[name]), name
     given = {source for name in found.names for source in found.sources(name)}
     assert given | set(found.unexpected) | set(found.ignored) == reader.infos.keys()
@@ -60,7 +60,7 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
 @pytest.mark.parametrize("model_type", rows(FAMILIES, [*REPRESENTATIVES, "deepseek_v3"]))
 def test_intact_checkpoints(model_type: str, checkpoint: Make) -> None:
     found = agreed(checkpoint(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
-    assert (found.missing, found.unexpected, found.ignored, found.mismatched) == ((), (), (), ())
+    assert (found.missing, found.unexpected, found.ignored, found.mismatched) == ((), (), (), {})
 
 
 @pytest.mark.parametrize("model_type", rows(FAMILIES, ["llama", "gpt2", "mixtral", "phi", "falcon", "olmo", "deepseek_v3"]))
@@ -114,8 +114,8 @@ def test_experts(model_type: str, checkpoint: Make) -> None:
     assert len(second) == 3
 
     found = agreed(damage(path, lambda tensors: [tensors.pop(name) for name in second]))
-    assert {wrong.parameter.rpartition(".")[2] for wrong in found.mismatched} == {"down_proj", "gate_up_proj"}
-    assert [wrong.found[0] for wrong in found.mismatched if wrong.found] == [1, 1]
+    assert {name.rpartition(".")[2] for name in found.mismatched} == {"down_proj", "gate_up_proj"}
+    assert [shape[0] for shape, _ in found.mismatched.values() if shape] == [1, 1]
 
     deeper = [name.replace("layers.1.", "layers.7.") for name in second]
 
@@ -206,7 +206,7 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
             for part, shape in (("gate", (16, 64)), ("up", (16, 64)), ("down", (64, 16))):
                 infos[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"] = TensorInfo(shape, torch.bfloat16)
     found = ClassTensors(model, infos)
-    assert (found.missing, found.unexpected, found.mismatched) == ((), (), ())
+    assert (found.missing, found.unexpected, found.mismatched) == ((), (), {})
     assert found.sources("model.layers.3.mlp.experts.down_proj")[10] == "model.layers.3.mlp.experts.10.down_proj.weight"
 
 
@@ -319,7 +319,7 @@ def test_experts_that_are_stacked_when_they_are_loaded_are_checked(checkpoint: M
         with pytest.raises(Failure, match=message):
             require_loadable(source.config, wrong, "it")
     found, reader = ClassTensors(empty_model(source.config), missing), source.reader()
-    (mismatch,) = found.mismatched
-    assert (mismatch.found, len(mismatch.names)) == (None, 3)
+    (mismatched,) = found.mismatched
+    assert (found.mismatched[mismatched][0], len(found.sources(mismatched))) == (None, 3)
     with pytest.raises(Failure, match=r"disagree: .*gate_up_proj cannot be made of its 3 tensors, .*by the config it is \[2,"):
-        found.tensor(mismatch.parameter, reader.__getitem__)
+        found.tensor(mismatched, reader.__getitem__)

@@ -14,8 +14,8 @@ from written import Convert, Logits, Make, damage, layer_notes, ok, read, refuse
 
 from convert.calibration.refine import _TOLERATED
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
+from eval.inputs.sealed import Shelf
 
 SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 

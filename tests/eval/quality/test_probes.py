@@ -16,7 +16,7 @@ from attention.versions import CACHE
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import report_of
-from eval.quality.probes import RUN, Probes, Reading, figures
+from eval.quality.probes import RUN, Reading, figures, probed, probes_for, probes_on
 from eval.quality.settings import EvaluationSettings
 from eval.report.quality import sections
 from eval.terminal.progress import silent
@@ -63,8 +63,8 @@ class Copier:
 
 def test_what_a_model_finds_so_far_and_no_farther(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.quality.probes._TOKENS", 1024)
-    probes, copier = Probes.of(IDS, 1024, encode), Copier(256)
-    found = probes.measure(copier, "copier", silent)
+    probes, copier = probes_on(IDS, 1024, encode), Copier(256)
+    found = probed(probes, copier, "copier", silent)
     assert max(copier.chunks) == 512
     guessed = pytest.approx(math.log(WORDS), rel=0.1)
     for distance in (128, 256):
@@ -80,8 +80,8 @@ def test_what_a_model_finds_so_far_and_no_farther(monkeypatch: pytest.MonkeyPatc
 
 def test_errors_of_differences_are_those_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.quality.probes._TOKENS", 512)
-    probes = Probes.of(IDS, 512, encode)
-    source, other = (probes.measure(Copier(reach), "copier", silent) for reach in (512, 512))
+    probes = probes_on(IDS, 512, encode)
+    source, other = (probed(probes, Copier(reach), "copier", silent) for reach in (512, 512))
     assert all(one["nats"] == 0 == one["standard_error"] for one in figures(other, source) if one["answers"] > 1)
     nats = source["copy", 128].nats
     (one,) = (one for one in figures(source, source) if (one["task"], one["at"]) == ("copy", 128))
@@ -89,9 +89,9 @@ def test_errors_of_differences_are_those_of_pairs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_sequence_begins_with_bos_if_the_tokenizer_adds_one() -> None:
-    probes = Probes.of(IDS, 513, encode, bos=7)
-    assert all(reading.ids[0] == 7 and len(reading.ids) == 513 for reading in probes.readings)
-    for asked in probes.readings[2:]:
+    probes = probes_on(IDS, 513, encode, bos=7)
+    assert all(reading.ids[0] == 7 and len(reading.ids) == 513 for reading in probes)
+    for asked in probes[2:]:
         for (task, at), positions in asked.answers:
             if task == "copy":
                 assert torch.equal(asked.ids[positions], asked.ids[positions - at])
@@ -102,11 +102,11 @@ def _spoken(reading: Reading) -> str:
 
 
 def test_answers_stand_where_they_are_said_to_be() -> None:
-    probes, again = Probes.of(IDS, 2048, encode), Probes.of(IDS, 2048, encode)
-    assert all(torch.equal(one.ids, other.ids) for one, other in zip(probes.readings, again.readings, strict=True))
+    probes, again = probes_on(IDS, 2048, encode), probes_on(IDS, 2048, encode)
+    assert all(torch.equal(one.ids, other.ids) for one, other in zip(probes, again, strict=True))
     texts = {tuple(run.tolist()) for run in IDS.unfold(0, 2048, 1)}
-    assert {tuple(reading.ids.tolist()) for reading in probes.readings[:1]} <= texts
-    for reading in probes.readings[1:]:
+    assert {tuple(reading.ids.tolist()) for reading in probes[:1]} <= texts
+    for reading in probes[1:]:
         assert {task for (task, _), _ in reading.answers} == {"copy", "key–value", "four codes", "variables"}
         everything = torch.cat([positions for _, positions in reading.answers])
         assert len(everything.unique()) == len(everything), "no two overlap"
@@ -131,7 +131,7 @@ def test_answers_stand_where_they_are_said_to_be() -> None:
 def test_what_is_too_short_is_left_out(checkpoint: Callable[..., Path], tokens: int, positions: int) -> None:
     source = Source.parse(str(checkpoint(max_position_embeddings=positions)))
     text = Tokens("text", IDS[:tokens], tokens, 1.0, None)
-    assert Probes.asked(EvaluationSettings(), [source], text) is None
+    assert probes_for(EvaluationSettings(), [source], text) is None
 
 
 def test_sequences_end_where_longrope_would_make_the_cache_anew(checkpoint: Callable[..., Path]) -> None:
@@ -140,8 +140,8 @@ def test_sequences_end_where_longrope_would_make_the_cache_anew(checkpoint: Call
     source = Source.parse(
         str(checkpoint("phi3", rope_parameters=rope, original_max_position_embeddings=256, max_position_embeddings=1024))
     )
-    probes = Probes.asked(EvaluationSettings(), [source], Tokens("text", IDS, len(IDS), 1.0, None))
-    assert {len(reading.ids) for reading in probes.readings} == {256}
+    probes = probes_for(EvaluationSettings(), [source], Tokens("text", IDS, len(IDS), 1.0, None))
+    assert {len(reading.ids) for reading in probes} == {256}
 
 
 def test_a_report_holds_them_for_every_model(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from written import Convert, Make, ok, raising, read, refused
 
 from attention.errors import Failure
 from convert.output import writing
-from convert.output.lock import exclusive, lock_path
+from convert.output.destination import exclusive, lock_path
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from convert.output.lock import exclusive
+from convert.output.destination import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -128,13 +128,13 @@ def test_a_lock_file_that_is_not_ours_any_more_stays(tmp_path: Path) -> None:
 
 
 def test_a_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.output.lock.FileLock", filelock.SoftFileLock)
+    monkeypatch.setattr("convert.output.destination.FileLock", filelock.SoftFileLock)
     assert "this system has no file locks" in str(refusal(tmp_path / "out"))
 
 
 def test_a_disk_too_full_for_the_holders_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("convert.output.lock.os.ftruncate", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        patch.setattr("convert.output.destination.os.ftruncate", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert "No space left on device" in str(refusal(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
     with exclusive(tmp_path / "out"):

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from written import TENSORS
 
 from attention.errors import Failure
-from convert.checkpoint.shelf import Shelf
+from eval.inputs.sealed import Shelf
 
 NOTE = {"tokens": 7, "name": "é"}
 

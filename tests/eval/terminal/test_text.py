@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.terminal.escapes import markdown, printable, printable_lines, shell_line
-from eval.terminal.tables import table
+from eval.terminal.text import markdown, printable, printable_lines, shell_line, table
 
 HOSTILE = "a\nb\r\x1b[31m\x07\u202e\u2066\u200f\x85\u2028\u00ad\udce9`|<b>*x*[l](u)"
 
