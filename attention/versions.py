@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from transformers import LlamaForCausalLM
 
 # The argument by which models take their cache, and the field of their outputs that has it: `past_key_values` up to 5.23.
@@ -23,8 +22,8 @@ def keep_caps(model: Any) -> Any:
     return model
 
 
-def logits_kept(model: Any, tokens: int | torch.Tensor) -> dict[str, Any]:
-    """The argument by which a model makes logits of its last tokens, or of those at some indices, alone.
+def logits_kept(model: Any, tokens: int) -> dict[str, Any]:
+    """The argument by which a model makes logits of its last tokens alone.
 
     The logits of a long text can be larger than the model. Some classes make those of all tokens.
     """

@@ -234,6 +234,7 @@ class _Attention(nn.Module):
             How many numbers of a token `made_of` gives.
         """
         inner: Any = config.text_config
+        self.made = made
         if not self.behind:
             self.q_proj = nn.Linear(inner.hidden_size, self.num_heads * made, bias=config.qkv_bias)
             return int(inner.hidden_size)
@@ -297,8 +298,11 @@ class _Attention(nn.Module):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, D or N + P]`, not rotated."""
-        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-        return (self.q_head_proj(self._clipped(self.q_norm(queries))) if self.behind else queries).transpose(1, 2)
+        queries = self.q_proj(hidden_states)
+        if not self.behind:
+            return queries.unflatten(-1, (-1, self.made)).transpose(1, 2)  # of as many heads as a process has
+        heads = self.q_norm(queries.unflatten(-1, (self.num_heads, -1)))
+        return self.q_head_proj(self._clipped(heads)).transpose(1, 2)
 
     def made_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What is cached is made of these: the input, or the source's keys and values, side by side, `[B, T, 2 G D]`."""

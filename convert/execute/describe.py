@@ -187,7 +187,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         if text
         else None,
         **(calibrated.as_dict() if calibrated else {}),
-        **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank and not plan.target.copies else {}),
+        **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank else {}),
         **({"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],

@@ -51,7 +51,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         statistics: StatisticsOf = job.assumed
         if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
             statistics = surveyed(job, job.text)
-        if isinstance(target, LatentTarget) and not target.copies:
+        if isinstance(target, LatentTarget):
             job = replace(job, choice=choose(job, target, statistics))
         if job.choice.ranks:
             sized = target.host.sized(source.raw, plan.family, job.spec)

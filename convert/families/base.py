@@ -76,7 +76,7 @@ class Family(ABC):
     """How the checkpoints of one model type store its attention; of one config, once it is bound to that (`of`).
 
     A layout defines `shapes`, `join`, and `split` if it is converted; all else comes from the config, and is overridden where
-    a class differs from Llama. `join(split(x)) == x`, bit for bit.
+    a class differs from Llama. Of these, `join(split(x)) == x`, bit for bit.
 
     Attributes:
         model_type: As in config.json.

@@ -127,7 +127,8 @@ class LatentLayout(NormalisedLatent):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, qkv_bias=self.decoder.q_lora_rank is not None)
+        traits = super().traits
+        return replace(traits, qkv_bias=traits.qkv_bias and self.decoder.q_lora_rank is not None)
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch

@@ -65,7 +65,7 @@ def join(plan: HealPlan) -> None:
 
 def shards() -> bool:
     """Whether each process holds a part of the weights only (FSDP)."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"  # as accelerate reads it
 
 
 def place(plan: HealPlan) -> str:
@@ -102,6 +102,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Every process calls this, in the same order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of it; they share memory. Older versions of torch fill no parts by masks themselves."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

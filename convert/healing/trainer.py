@@ -22,7 +22,7 @@ from attention.errors import Failure, Refusal, one_line
 from convert.checkpoint.writer import write_shard
 from convert.healing.loss import Distillation
 from convert.healing.plan import HealPlan
-from convert.healing.team import like, shards, whole
+from convert.healing.team import like, part, shards, whole
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Trainable
 from eval.machine.device import compute_device
@@ -79,7 +79,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
             self.model.set_reshard_after_forward(True)  # the root, too: it would not see what is written into parts
         self._parameters = dict(self.accelerator.unwrap_model(self.model_wrapped).student.named_parameters())
         self._weights = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._masks = {name: like(mask, self._weights[name]) for name, mask in what.fixed.items()}
+        self._masks = {name: part(like(mask, self._weights[name])) for name, mask in what.fixed.items()}
 
     def run(self, steps: int, rate: float, done: Callable[[int], object], begun: int = 0) -> None:
         """Take steps from the weights as they are, or from a checkpoint on.
@@ -147,7 +147,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
             NotFinite: They are not finite.
         """
         for name, mask in self._masks.items():
-            self._weights[name].grad.masked_fill_(mask, 0)
+            part(self._weights[name].grad).masked_fill_(mask, 0)
         norm = float(whole(self.accelerator.clip_grad_norm_(list(self._weights.values()), CLIP)))
         if not math.isfinite(norm):
             raise NotFinite(

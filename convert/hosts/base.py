@@ -18,7 +18,7 @@ CLASSES = ("stock", "kvfold")  # as on the command line
 class Host(ABC):
     """One output class: writes its config, and refuses with a reason what the class cannot represent.
 
-    Names and tensors follow the class's own layout, which is a family: everything it writes can be read again.
+    Names and tensors follow the class's own layout, which is a family.
 
     Attributes:
         name: Its name, for plans and the support matrix.

@@ -237,8 +237,6 @@ class Portable(DeepseekV3):
     def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
         if reason := super().refuses_config(family, target):
             return reason
-        if family.spec.kv_lora_rank:
-            return "it has a latent already, which may have biases (convert the original with --portable)"
         if family.traits.qkv_bias:
             return "queries and keys have biases, and the class has none (without --portable, its biases carry them)"
         if (activation := getattr(family.config, "hidden_act", "silu")) != "silu":
@@ -321,9 +319,7 @@ class MiniCPM3(StockLatent):
 
     def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         config = family.config
-        scales: tuple[Any, ...] = config.hidden_size**0.5, math.sqrt(target.num_layers), config.hidden_size, False
-        if config.model_type == self.name:
-            scales = tuple(getattr(config, key) for key in _SCALES)
+        scales = config.hidden_size**0.5, math.sqrt(target.num_layers), config.hidden_size, False
         return {**super().own(family, target, rotary), **dict(zip(_SCALES, scales, strict=True))}
 
 

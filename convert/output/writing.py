@@ -226,7 +226,7 @@ class Work:
         They are read on the first call.
         """
         noted = unsealed(self.steps / f"{name}.json")
-        if noted is None or not (name in self._checked or unchanged(self.path, noted["files"])):
+        if noted is None or "files" not in noted or not (name in self._checked or unchanged(self.path, noted["files"])):
             return None
         self._checked.add(name)
         return noted["value"]

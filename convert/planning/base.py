@@ -162,7 +162,7 @@ class Plan(Request):
         if (of := self.source.run_positions) is None:
             return None
         before, found = self.source.calibrated, of
-        latent = self.target.spec.kv_lora_rank is not None and not self.target.copies
+        latent = self.target.spec.kv_lora_rank is not None
         if latent and self.target.spec.qk_rope_head_dim < self.before.num_kv_heads * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
             seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]

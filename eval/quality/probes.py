@@ -37,7 +37,7 @@ RUN = 64  # tokens of a copy, and of a place for a sentence
 _NEAREST = 128  # tokens from what is read to its answer; each distance is twice the one before
 _LENGTH = 8192  # tokens of a sequence at most, where no --context is longer
 _TOKENS = 16384  # to read at least, in as many sequences
-_FEWEST, _TEXTS = 4, 2  # sequences in which something is asked, and of text alone
+_FEWEST = 4  # sequences in which something is asked
 _REPEATS = 2  # answers of each kind in a sequence, where there is room
 _CHUNK = 512  # tokens that are read at a time
 _WORDS = (
@@ -109,12 +109,12 @@ def probes_on(
     """
     opening = ids.new_tensor([] if bos is None else [bos])
     length = min(positions - len(opening), len(ids))
-    alone, count = min(_TEXTS, len(ids) // length), max(_FEWEST, _TOKENS // length)
-    texts = [number * (len(ids) - length) // max(1, alone - 1) for number in range(alone)]  # which do not overlap
-    starts = [*texts, *(number * (len(ids) - length) // count for number in range(count))]
-    parts = [torch.cat((opening, ids[start : start + length])) for start in starts]
-    random = _Random(ids, encode)
-    return [*map(_text, parts[:alone]), *(_with_questions(part, len(opening), random) for part in parts[alone:])]
+    asking = min(length, max(length, _LENGTH) // 2 + 2 * RUN)  # distances up to half of the positions
+    count, random = max(_FEWEST, _TOKENS // asking), _Random(ids, encode)
+    starts = (number * (len(ids) - asking) // count for number in range(count))
+    parts = [torch.cat((opening, ids[start : start + asking])) for start in starts]
+    alone = _text(torch.cat((opening, ids[:length])))
+    return [alone, *(_with_questions(part, len(opening), random) for part in parts)]
 
 
 def probed(readings: Sequence[Reading], model: Any, name: str, progress: Progress) -> dict[Cell, Found]:
@@ -286,10 +286,10 @@ def _read(model: Any, ids: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Te
     for part in torch.arange(len(ids) - 1).split(_CHUNK):
         asked = part[scored[part + 1]]
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        places = (asked - part[0]).to(device)
-        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_kept(model, places))
+        last = int(part[-1] - asked[0]) + 1 if len(asked) else 1  # tokens from the first that is scored on
+        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_kept(model, last))
         cache, logits, targets = output[CACHE], output.logits[0], ids[asked + 1]
-        logits = finite(logits if len(logits) == len(asked) else logits[places], model).float()
+        logits = finite(logits[asked - part[-1] - 1 + len(logits)], model).float()
         nats[asked + 1] = cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu()
         likeliest[asked + 1] = logits.argmax(-1).cpu() == targets
     return nats, likeliest

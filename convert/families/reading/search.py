@@ -249,7 +249,7 @@ class Search:
         )
         gain, bias = (None if vector is None else vector.view(-1, dim) for vector in (gain, bias))
         forms: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-        for kind, offset in itertools.product(forms if field else (), (0.0, 1.0)):
+        for kind, offset in itertools.product(forms, (0.0, 1.0)):
             row = NormRow("", "", kind, storage, None, field, bias is not None, offset, after_rotary)
             if near(QKNorm(row.form(eps), read.new_ones(1, dim) if gain is None else gain, bias)(read), gave):
                 return row
