@@ -23,7 +23,7 @@ def keep_caps(model: Any) -> Any:
 
 
 def logits_kept(model: Any, tokens: int) -> dict[str, Any]:
-    """The argument by which a model makes logits of its last tokens alone.
+    """Return the argument that asks a model for the logits of its last tokens alone, where its class has it.
 
     The logits of a long text can be larger than the model. Some classes make those of all tokens.
     """

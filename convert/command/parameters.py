@@ -24,7 +24,7 @@ class Consented(click.Option):
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A value as a function makes it of a string; what that refuses is a mistake of the user."""
+    """Parse a string with a function, and report its refusal as a usage error."""
 
     name = "text"
 
@@ -85,7 +85,7 @@ _VERBOSITY = (
 
 
 def parameters(declared: type | None, *own: click.Parameter) -> list[click.Parameter]:
-    """A command's own, the options of a function of the API, and those that say what a command prints."""
+    """List a command's parameters: its own, the options of its API function, and the options for printing."""
     if declared is None:
         return [*own, _JSON, *_VERBOSITY]
     reading = options_of(Reading)
@@ -117,7 +117,7 @@ def _metavar(option: Option) -> str | None:
 
 
 def _together(option: Option, ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
-    """One value of an option that may be repeated: no value twice, of texts one or several, else the default."""
+    """Join the values of a repeatable option: each value once, a single text alone, the default for none."""
     if option.file:
         texts = tuple(dict.fromkeys(value))
         return texts if len(texts) > 1 else next(iter(texts), None)
@@ -157,7 +157,7 @@ def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]
 
 
 def _checked(option: Option, text: str) -> str:
-    """A string as it is, which an option that parses it does not refuse."""
+    """Return the string unchanged, once its option has parsed it without a refusal."""
     assert option.parse is not None
     option.bound(option.parse(text))
     return text

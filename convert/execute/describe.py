@@ -1,4 +1,4 @@
-"""What is said of a conversion: to its caller, in conversion.json and in README.md."""
+"""Describe a conversion: to its caller, in conversion.json and in README.md."""
 
 from __future__ import annotations
 

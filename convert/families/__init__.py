@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from convert.families import beyond_rows, latent, rows
+from convert.families import fused_qkv, latent, rows
 from convert.families.base import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*rows.ROWS, *beyond_rows.ROWS, *latent.ROWS)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*rows.ROWS, *fused_qkv.ROWS, *latent.ROWS)}
 
 # Model types that are not read on purpose, and why.
 UNREAD = {

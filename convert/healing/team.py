@@ -105,7 +105,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of it; they share memory. Older versions of torch fill no parts by masks themselves."""
+    """Return this process's part of a tensor, which shares its memory: torch 2.9 cannot fill a DTensor by a mask."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -12,7 +12,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
 from convert.families.base import WINDOWS
-from convert.families.beyond_rows import GPT_BIGCODE, MultiQueryProjections
+from convert.families.fused_qkv import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import StockClass
 from convert.hosts.latent import LISTED_ROPE, rope_parameters
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
-from convert import methods
 from convert.families.reading import require_proved
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
+from convert.methods import GROUPED, load_grouped
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.allowed import convertible, host_of, require_held, require_served, require_stored, unfit
@@ -106,7 +106,7 @@ def _refuse_clip(clip: float, method: GroupedMethod, cache_dtype: str | None) ->
             hint="use --class kvfold, which does so behind the clamp, or leave out --cache-dtype",
         )
     if method.text is not TextUse.IGNORED:
-        able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]
+        able = [name for name in GROUPED if load_grouped(name).text is TextUse.IGNORED]
         raise Refusal(
             f"{clamped} method {method.name} changes their size before that",
             hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able)}",

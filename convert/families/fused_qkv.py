@@ -1,4 +1,4 @@
-"""Families that say more than a row can, each with its heads in one projection of queries, keys and values.
+"""Families with fused QKV projections that a row cannot describe: BLOOM, MPT, GPT-2, GPTBigCode and Falcon.
 
 BLOOM and MPT have ALiBi in place of RoPE, and ignore `num_key_value_heads`. BLOOM's attention adds the residual itself. MPT's
 class ignores much of `attn_config`.
@@ -198,7 +198,7 @@ _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm")
 
 
 class Falcon(Projections):
-    """One of its two tables of names."""
+    """Falcon, which has one of two tables of names."""
 
     def of(self, config: Any) -> Family:
         decoder = decoder_of(config)

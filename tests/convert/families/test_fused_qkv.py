@@ -1,4 +1,4 @@
-"""Families beyond rows: ALiBi of BLOOM and MPT; Falcon's layouts and norms, what its class cannot run, and its own results."""
+"""Families with fused QKV: ALiBi of BLOOM and MPT; Falcon's layouts and norms, what its class cannot run, its own results."""
 
 from __future__ import annotations
 
