@@ -5,8 +5,6 @@ G KV heads (groups), D head dim. Activations are `[B, heads, T, D]` as in transf
 `q [H, D, E]`, `k, v [G, D, E]`, `o [E, H, D]`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """The auto class of transformers that loads a language model: of text alone, or of pictures and text."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

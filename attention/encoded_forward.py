@@ -5,8 +5,6 @@ A rounding cache is for one pass over whole texts, whose queries read what a for
 a group, in full precision until the group is full.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

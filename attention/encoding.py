@@ -7,8 +7,6 @@ llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values 
 `mixed` have x ≈ scale · (code − 2^(bits−1) + ½).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ This module registers its attention function with transformers, whose own functi
 else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa". Letters as in `attention`; values have Dv.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -14,8 +14,6 @@ and `latent_attention` chooses between its arithmetic (the prefill) and the abso
 Letters as in `attention`; a query head has N nope dims and P rope dims, a value head has Dv.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -5,8 +5,6 @@ weights, names, the model's config, cache, transformers' own attention functions
 `save_pretrained` writes the same files.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any, get_args

@@ -3,8 +3,6 @@
 Classes of transformers compute the same (tests/convert/families/test_contract.py).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

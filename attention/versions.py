@@ -1,7 +1,5 @@
 """What differs between the versions and classes of transformers that results run on."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -11,8 +11,6 @@ Each row is written to DIR/rows.jsonl when it is done; the same command goes on 
 Another model, context, length of the evaluation or healing needs another DIR. It prints the table: nats over the source.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

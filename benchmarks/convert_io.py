@@ -6,8 +6,6 @@ Builds a random Llama-shaped, sharded bf16 checkpoint, then alternates `cp -r` a
 Both are timed as whole processes, page cache warm. Memory is anonymous memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

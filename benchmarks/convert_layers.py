@@ -11,8 +11,6 @@ The survey runs in a process of its own over a random bf16 checkpoint of width 2
 importing torch and transformers. Its spooled inputs are on disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -9,8 +9,6 @@ alone, what a DynamicCache's copying costs, and from how many queries on expandi
 kv_a_proj_with_mqa of a 7B Llama's size (32 heads, 512 + 64) would be faster as one product.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable

@@ -12,8 +12,6 @@ speed where one of the first two is longer than the last, and can where both are
 is anything outside of the loop.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

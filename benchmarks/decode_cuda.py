@@ -16,8 +16,6 @@ GQA-8 as transformers runs it and packed, MLA of rank 512 + 64 expanded, absorbe
 all, and at about the largest that fits: reckoned from free memory, and lowered where it does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

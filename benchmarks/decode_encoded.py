@@ -9,8 +9,6 @@ two float32 caches: transformers' own, which copies all of itself at every step,
 A prefill reads a prompt in one call. Prints a Markdown table.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

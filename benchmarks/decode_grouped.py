@@ -7,8 +7,6 @@ sequence, caches full of random numbers: a dynamic one, which comes without a ma
 also through torch.compile. Stock and packed take turns, medians are reported, and logits of both compared.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

@@ -7,8 +7,6 @@ Python's documentation and sources. Run it on an idle machine. It takes up to 15
 the default calibration, half an hour.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

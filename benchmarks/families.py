@@ -8,8 +8,6 @@ of 16,384 tokens of the second. A row shows the nats over the source without tex
 heads, MQA, and MLA with a quarter of the cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import platform

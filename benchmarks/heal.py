@@ -6,8 +6,6 @@ The plain step is what one writes first: both models' logits for the whole batch
 weights. Both run in this process on the same blocks, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

@@ -5,8 +5,6 @@ and values by an orthogonal matrix, each towards the group's mean; queries and t
 QK-norm, phases pass where both dims of a pair have one gain.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

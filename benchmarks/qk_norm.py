@@ -8,8 +8,6 @@ young models are near one, where phases pass a norm: of types with QK-norm there
 tokens of its second half.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Iterator

@@ -20,8 +20,6 @@ are, in int4 and in mixed.
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What benchmarks of decoding share: works that take turns, caches that are full, and what is said of the machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics

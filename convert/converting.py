@@ -1,7 +1,5 @@
 """A conversion, from its plan to the checkpoint at OUTPUT: the order of the work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -70,7 +68,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         if shared and text:
             seen, behind = text.surveyed(), ["behind norms"] if plan.reads_projections else []
             statistics = _shared(
-                inputs, shared, seen.tokens.hash, seen.blocks.lengths, seen.calibration.retrieval_limit, *behind
+                inputs, shared, seen.tokens.hash, seen.calibration.context, seen.calibration.retrieval_limit, *behind
             )
         job = Job(plan, manifest, work, text, progress, statistics)
         with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):

@@ -1,7 +1,5 @@
 """Processes that torchrun or `accelerate launch` started together. They share a healing; all else runs in one."""
 
-from __future__ import annotations
-
 import os
 
 from attention.errors import Refusal

@@ -1,7 +1,5 @@
 """Converts one source to many targets by many methods, with one survey (two with QK-norm), one evaluation and one report."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

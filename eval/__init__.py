@@ -3,8 +3,6 @@
 `from eval import evaluate, bench`. Import names, never the package: `eval` is a builtin.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """The Python API, which `convert eval` and `convert bench` call too: `from eval import evaluate, bench`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A `TypedDict` has entries `name: Annotated[type, Option(help, …)]`. A function
 `checked` makes its signature, its docstring, defaults and refusals of them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

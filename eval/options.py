@@ -1,7 +1,5 @@
 """The options of `evaluate` and `bench`, by what they are about, and those that other functions take alike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict

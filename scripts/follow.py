@@ -8,8 +8,6 @@ loop repeats them. A *return* is a stay in a module that was left before. The *d
 the stack.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

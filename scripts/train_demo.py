@@ -8,8 +8,6 @@ twice as long without, since glibc then maps memory anew at every step. `trainin
 Python version, the hash of the training tokens and the loss on the validation modules as it fell and flattened.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

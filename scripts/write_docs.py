@@ -3,8 +3,6 @@
 docs/cli.md comes from the commands themselves, and the table of docs/models.md from the registries.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

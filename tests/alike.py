@@ -3,8 +3,6 @@
 It imports nothing of kvfold, so that scripts use it which run where kvfold is not installed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

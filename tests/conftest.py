@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every family, made on the fly; no network, no GPU."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -3,8 +3,6 @@
 Kernels run in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the environment they are compiled for a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 torch's FakeTensorMode refuses a CPU operand beside a CUDA one. Tensors on the CPU stay what they are, values included.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping

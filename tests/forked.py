@@ -3,8 +3,6 @@
 Pytest's own process has threads, so that its forks might hang.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

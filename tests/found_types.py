@@ -1,7 +1,5 @@
 """Small configs of the model types that experiments read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tiny

@@ -1,7 +1,5 @@
 """GGUF files of tiny models, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

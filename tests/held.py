@@ -1,7 +1,5 @@
 """Sources of latents in kvfold's class and in others, with their sizes; and what tests of results ask of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

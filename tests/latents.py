@@ -1,7 +1,5 @@
 """What tests of conversions to latent attention share: sizes, ways to make it, and when logits are the same."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of methods that merge KV heads share: records without positions or with, and copies of heads."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

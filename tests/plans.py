@@ -1,7 +1,5 @@
 """Plans of conversions on a CPU, without text unless one is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

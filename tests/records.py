@@ -1,7 +1,5 @@
 """Random records of one layer, inputs for them, and what they compute by the naive reference."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Records to refit, and the least squares of queries alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Which rows of a test over many `make test` runs; `make test-all` runs the others too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

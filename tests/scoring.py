@@ -1,7 +1,5 @@
 """Scores of models that are in memory already."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

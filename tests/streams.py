@@ -1,7 +1,5 @@
 """What tests of layer streams share: tiny models, a stream of each, and what layers see in the whole model."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from pathlib import Path

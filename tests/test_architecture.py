@@ -1,7 +1,5 @@
 """The house rules of DESIGN and CONTRIBUTING that can be checked by reading the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy
@@ -195,7 +193,7 @@ def test_nobody_shadows_the_builtin_eval() -> None:
 
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
-MOST_LINES = {"product": 26_820, "tests": 24_060}
+MOST_LINES = {"product": 26_500, "tests": 23_710}
 MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 20
 STAYS, RETURNS, DEPTH = 45, 10, 25  # as scripts/follow.py counts them
 

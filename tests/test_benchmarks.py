@@ -1,7 +1,5 @@
 """Benchmarks run, at sizes that say nothing, and tell right from wrong."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

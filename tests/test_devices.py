@@ -3,8 +3,6 @@
 Weights are on the GPU, and statistics come from the disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents are true: their examples run, their commands have the options that they name, and their links lead somewhere."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

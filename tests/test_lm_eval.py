@@ -1,7 +1,5 @@
 """lm-eval runs on what `attention.load` gives, as docs/evaluation.md shows, and counts the nats that `eval` counts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny random models with latent attention, with the latent norm switched off as converted checkpoints have it, or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of whole conversions share: results of commands, and checkpoints as they lie on disk."""
 
-from __future__ import annotations
-
 import filecmp
 import itertools
 import json

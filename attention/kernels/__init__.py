@@ -8,8 +8,6 @@ FlashInfer (0.7) reads the two separately, in pages like those of a static cache
 copies from the GPU: at every step, and outside of CUDA graphs. Neither has been run here.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -23,8 +23,6 @@ TRITON_INTERPRET=1 before that; its sums are right, bf16 is not (products of bf1
 wrongly). Letters as in `attention`; R is the rank of the latent, P its rotary dims; with separate keys and values, Dv and D.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ capabilities 8.0 to 12.0; instructions of a tile, `benchmarks/decode_code.py`), 
 `benchmarks/decode_cuda.py kernel --tilings` is there to do that.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product

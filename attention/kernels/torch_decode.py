@@ -8,8 +8,6 @@ o / l.
 Letters as in `attention`; R is the rank of the latent, P its rotary dims.
 """
 
-from __future__ import annotations
-
 import torch
 
 from attention.cache import Stored

@@ -3,8 +3,6 @@
 The first call that Triton serves imports it.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import cache

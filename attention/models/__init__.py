@@ -1,7 +1,5 @@
 """The model class of our own, for results that no stock class can hold. transformers' Auto classes know it after `register`."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

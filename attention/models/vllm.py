@@ -5,8 +5,6 @@ that are added to scores (ALiBi), windows inside an attention, and windows and c
 that, and are refused.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What vLLM builds for a checkpoint of kvfold's class: its transformers backend, around `modeling_kvfold.KvfoldModel`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

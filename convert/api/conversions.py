@@ -1,7 +1,5 @@
 """`gqa`, `mqa` and `mla`: a request from options, its plan, and the conversion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`plan` and `inspect`, which read configs alone, and `refresh`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Unpack
 

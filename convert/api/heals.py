@@ -1,7 +1,5 @@
 """`heal`: the distillation of a source into a converted checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

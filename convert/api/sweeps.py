@@ -1,7 +1,5 @@
 """`sweep`: many conversions of one source, compared in one report."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

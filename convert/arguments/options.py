@@ -1,7 +1,5 @@
 """The options of the API and of the commands, by what they are about; those of each function are at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
@@ -120,7 +118,7 @@ class Calibrating(TypedDict, total=False):
     calibration_context: Annotated[
         int | str | None,
         _count(
-            "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
+            "Tokens per calibration block.",
             "2048; 512 where MODEL writes a part of it; at most MODEL's limit",
             least=2,
         ),

@@ -1,7 +1,5 @@
 """Parses numbers as users write them: 5GB, 12.5%, 512+64, 20M, 90min, 1e-4."""
 
-from __future__ import annotations
-
 import re
 
 from attention.errors import Refusal

@@ -6,8 +6,6 @@ a share of Σ_ht q̂² times the mean square of a channel that attention sees. B
 derivative: one step of Gauss and Newton.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -32,7 +30,7 @@ def fitted_keys(
 
     Args:
         after: The result's record, whose heads are in the source's order.
-        blocks: What the layer reads, fp32.
+        blocks: What the layer reads, fp32; of one length.
         sources: What the source's heads make of each.
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
     """
@@ -62,7 +60,7 @@ def fitted_gains(after: Attention, blocks: Sequence[Block], sources: Sequence[He
 def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> list[F]:
     """One for each block."""
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
-    parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
+    parts = fitted_spans(len(sources[0].plain), len(blocks), len(blocks[0]), TOKENS)
     results = (heads_of(after, x) for x in blocks)  # one at a time
     every = zip(sources, results, parts, strict=True)
     return [kind.of(source, result, Jacobian.of_keys(after, result), groups, part) for source, result, part in every]

@@ -9,8 +9,6 @@ before it is rounded, so that nothing lacks where a result is exact. They lose n
 fp32 (docs/notes/fits.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -26,23 +24,21 @@ TOKENS = 8192  # of all blocks together, whose logits are fitted; with 4096, sma
 _LOGITS = 2**27  # attention probabilities that are kept at a time: half a gigabyte
 
 
-def fitted_spans(heads: int, lengths: Sequence[int], tokens: int | None = None) -> list[list[slice]]:
+def fitted_spans(heads: int, blocks: int, length: int, tokens: int | None = None) -> list[list[slice]]:
     """For each block the spans of tokens that are fitted: all of them, or as many as time and memory allow, evenly spread.
 
     The first fitted span differs from block to block, so that all positions have their turn.
 
     Args:
         heads: Heads that are fitted together.
-        lengths: Tokens of each block.
+        blocks: Their number.
+        length: Tokens of each block.
         tokens: About how many tokens of all blocks to fit, if time matters.
     """
-    count, logits = sum(lengths), heads * sum(length**2 for length in lengths)
-    wanted, found = max(-(-count // (tokens or count)), -(-logits // (2 * _LOGITS))), []
-    for block, length in enumerate(lengths):
-        everything = spans(length, SPAN)
-        stride = min(wanted, len(everything))
-        found.append(everything[(stride // 2 + block) % stride :: stride])
-    return found
+    count, everything = blocks * length, spans(length, SPAN)
+    wanted = max(-(-count // (tokens or count)), -(-heads * count * length // (2 * _LOGITS)))
+    stride = min(wanted, len(everything))
+    return [everything[(stride // 2 + block) % stride :: stride] for block in range(blocks)]
 
 
 def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -29,7 +29,7 @@ def fitted_queries(
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        blocks: What the layer reads, fp32.
+        blocks: What the layer reads, fp32; of one length.
         sources: What the source's heads make of each.
     """
     change = torch.cat([_solved(fits) for fits in _fits(after, blocks, sources)])
@@ -38,10 +38,10 @@ def fitted_queries(
 
 def _fits(after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> Iterator[list[_QueryFit]]:
     """For each block one problem of the heads that are fitted together; one such part of the heads after the other."""
-    lengths, results = list(map(len, blocks)), [heads_of(after, x) for x in blocks]
+    results = [heads_of(after, x) for x in blocks]
     jacobians = [Jacobian.of_queries(after, result) for result in results]
-    for heads in _together(len(sources[0].plain), max(lengths)):
-        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
+    for heads in _together(len(sources[0].plain), len(blocks[0])):
+        parts = fitted_spans(heads.stop - heads.start, len(blocks), len(blocks[0]), TOKENS)
         every = zip(sources, results, jacobians, parts, strict=True)
         yield [_QueryFit.of(a.part(heads), b.part(heads), by.part(heads), part) for a, b, by, part in every]
 

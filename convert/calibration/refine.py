@@ -11,8 +11,6 @@ Steps fit the blocks that they see, and with little text nothing else. So a tria
 only if it leaves the others about as close as they were, the steps are taken on all blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -97,11 +95,9 @@ class _LayerFit:
 
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
         """The error on these rows."""
-        tensors, sums = self._write(record), torch.zeros(2, device=self._student.device)
-        inputs, expected = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows)
-        for x, (y, _) in zip(inputs, expected, strict=True):
-            sums = sums + _energies(self._student.run(self._layer, self._rest, x, tensors) - y, y - x.hidden, x.hidden, y)
-        missing, energy = sums
+        x, y = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows).hidden
+        found = self._student.run(self._layer, self._rest, x, self._write(record))
+        missing, energy = _energies(found - y, y - x.hidden, x.hidden, y)
         return missing / energy.detach()
 
 

@@ -7,8 +7,6 @@ brings the layer's outputs closer to the source's on blocks that it was not fitt
 converted layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

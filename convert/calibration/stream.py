@@ -110,8 +110,8 @@ class LayerStream:
         around = self._around()
         with self._writing(0) as write:
             for rows in self._batches:
-                embedded = functional_call(embeddings, table, self.text.shaped(rows, ids[rows])).to(self.device)
-                write(self._calls(embedded, self.text.placed(rows), around, first_only=True)[0].hidden)
+                embedded = functional_call(embeddings, table, ids[rows]).to(self.device)
+                write(self._calls(embedded, self.text.positions[rows], around, first_only=True)[0].hidden)
 
     @torch.no_grad()
     def observe(self, layer: int, see: Observe) -> None:
@@ -188,16 +188,14 @@ class LayerStream:
 
     def batch(self, layer: int, batch: int) -> Inputs:
         """The layer's inputs of one batch; for `num_layers`, the outputs of the last layer."""
-        (found,) = self.select(layer, self._batches[batch])
-        return found
+        return self.select(layer, self._batches[batch])
 
-    def select(self, layer: int, rows: Sequence[int]) -> list[Inputs]:
-        """The layer's inputs of some rows of the text, for each length of blocks."""
+    def select(self, layer: int, rows: Sequence[int]) -> Inputs:
+        """The layer's inputs of some blocks of the text."""
         size, shape = self.text.rows.numel() * self.width, (*self.text.rows.shape, self.width)
         mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(shape)
         # Indexing copies, so the file does not stay mapped.
-        text = self.text
-        return [Inputs(text.shaped(part, mapped[part].to(self.device)), text.placed(part)) for part in text.alike(rows)]
+        return Inputs(mapped[list(rows)].to(self.device), self.text.positions[list(rows)])
 
     def discard(self, but: int | None = None) -> None:
         """Remove the spooled inputs, but those of one layer."""
@@ -343,7 +341,7 @@ def positioned(positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 class Inputs(NamedTuple):
-    """What a layer reads of some blocks of one length.
+    """What a layer reads of some blocks.
 
     Attributes:
         hidden: `[b, t, E]`.

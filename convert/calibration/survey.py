@@ -3,8 +3,6 @@
 For each layer it keeps the first two moments of its activations, also as its attention sees them, and a bounded sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -63,23 +61,21 @@ class Moments:
         self._copying = _CopyingSums(len(attention.q), stream.device)
 
     def see(self, x: torch.Tensor) -> None:
-        """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
-        rows = x.reshape(-1, self._text.context, x.shape[-1])
-        text = self._text.of(range(self._seen, self._seen + len(rows)))
-        seen = replace(text, rows=rows)
-        for row, found in enumerate(rows, self._seen):
+        """Add the next blocks, `x [b, T, E]`."""
+        text = self._text.of(range(self._seen, self._seen + len(x)))
+        for row, block in enumerate(x, self._seen):
             if row in self._index_of:
-                self._sample[self._index_of[row]] = found.bfloat16()
-        self._seen += len(rows)
-        blocks, x = x, x.flatten(0, 1)
+                self._sample[self._index_of[row]] = block.bfloat16()
+        self._seen += len(x)
+        numbers = x
         if projections := self._attention.projections:
-            queries, both = projections(blocks)
+            queries, numbers = projections(x)
             self._queries = self._queries + _with_constant(queries)
-            x = both.flatten(0, 1)
-        self._second += x.T @ x
-        self._sum += x.sum(0, dtype=torch.float64)
+        numbers = numbers.flatten(0, 1)
+        self._second += numbers.T @ numbers
+        self._sum += numbers.sum(0, dtype=torch.float64)
         if self._attended:
-            for block, tokens in zip(seen.blocks, text.blocks, strict=True):
+            for block, tokens in zip(replace(text, rows=x).blocks, text.blocks, strict=True):
                 heads = heads_of(self._attention, block)
                 self._attended.add(heads)
                 self._copying.add(heads, tokens.x.tolist())
@@ -228,20 +224,18 @@ def survey(
 def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
-    blocks = stream.select(layer, moments.sampled)
-    squares = torch.cat([block.hidden.double().square().sum(-1).flatten() for block in blocks])
+    squares = stream.select(layer, moments.sampled).hidden.double().square().sum(-1)
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
     tensors = {name: part for name, part in vars(found).items() if isinstance(part, torch.Tensor)}
     attended = {_ATTENDED + name: tensor for name, tensor in found.attended.tensors.items()}
     inverse_energy = float(squares.maximum(least).reciprocal().mean())
-    sample = {"cuts": found.sample.cuts, "positions": [list(row) for row in found.sample.positions]}
-    note = {"tokens": found.tokens, **sample, "inverse_energy": inverse_energy}
-    shelf.put(layer, tensors | attended | {"sample": found.sample.rows}, note)
+    sample = {"sample": found.sample.rows, "positions": found.sample.positions}
+    shelf.put(layer, tensors | attended | sample, {"tokens": found.tokens, "inverse_energy": inverse_energy})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    sample = Blocks(tensors.pop("sample"), tuple(note.pop("cuts")), tuple(note.pop("positions")))
+    sample = Blocks(tensors.pop("sample"), tensors.pop("positions"))
     attended = {name.removeprefix(_ATTENDED): tensors.pop(name) for name in [*tensors] if name.startswith(_ATTENDED)}
     found: dict[str, Any] = tensors | note
     return Statistics(**found, attended=Attended(**attended), sample=sample)

@@ -25,13 +25,12 @@ def fitted_values(
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        blocks: What the layer reads, fp32.
+        blocks: What the layer reads, fp32; of one length.
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read.
     """
-    lengths = list(map(len, blocks))
-    lacking = attention_output(before, blocks) - attention_output(after, blocks)
-    parts = fitted_spans(len(after.q), lengths)
-    fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(lengths), parts, strict=True)]
+    length, lacking = len(blocks[0]), attention_output(before, blocks) - attention_output(after, blocks)
+    parts = fitted_spans(len(after.q), len(blocks), length)
+    fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(length), parts, strict=True)]
     change = _solved(fits, read.float())
     return lambda share: replace(after, v=after.v.float() + share * change)
 

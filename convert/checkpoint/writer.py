@@ -6,8 +6,6 @@ them here keeps copied tensors out of memory.
 A file gets its name only when its bytes are on disk, so that a file that exists after a power failure is complete.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

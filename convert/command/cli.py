@@ -1,7 +1,5 @@
 """The command line: each command makes one call of the API and prints the result. Data goes to stdout, all else to stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

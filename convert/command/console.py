@@ -1,7 +1,5 @@
 """The output of a command on stderr while it works: progress, and the library's warnings."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

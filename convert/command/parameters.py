@@ -1,7 +1,5 @@
 """The options of commands, made from those of the API. It imports nothing heavy, so that `--help` is fast."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

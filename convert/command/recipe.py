@@ -1,7 +1,5 @@
 """The command that a conversion.json records, as arguments of the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lists the removed options and commands, each with its replacement."""
 
-from __future__ import annotations
-
 _OUTPUT = "name OUTPUT and the options: `convert run RESULT OUTPUT [OPTIONS]`"
 _TASKS = "run lm-eval on `attention.load`, as docs/evaluation.md shows"
 _TEACHER = "the teacher is in memory; --checkpointing and --micro-batch-tokens take less of it, and FSDP 2 divides both models"

@@ -5,8 +5,6 @@ contains no copied text. Another Python version gives another text, so figures a
 a token hash.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 import sysconfig

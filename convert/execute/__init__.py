@@ -1,1 +1,1 @@
-"""Carries out a plan: units of tensors, the layer loop, publishing."""
+"""Carries out a plan: units of tensors, the layer loop, the check."""

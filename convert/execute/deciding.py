@@ -3,8 +3,6 @@
 A choice is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Describe a conversion: to its caller, in conversion.json and in README.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -160,7 +158,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
     plan, text, choice, spec = job.plan, job.text, job.choice, job.spec
-    (before, after), lengths = plan.kv_bytes_per_token(spec), text.blocks.lengths if text else []
+    before, after = plan.kv_bytes_per_token(spec)
     tags = [plan.target.command, *([plan.applied_method] if plan.applied_method else [])]
     return {
         "kvfold": version("kvfold"),
@@ -179,8 +177,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
             "text": text.tokens.name,
             "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
             "tokens": len(text.tokens.ids),
-            "context": lengths[0],
-            "block_lengths": lengths,
+            "context": text.calibration.context,
             "max_context": text.calibration.max_context,
             "retrieval_limit": text.calibration.retrieval_limit,
         }

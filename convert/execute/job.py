@@ -1,7 +1,5 @@
 """A plan in progress, and what it does to one layer: the steps from the source's record to the result's, tensors and a note."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

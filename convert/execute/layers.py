@@ -3,8 +3,6 @@
 It knows the order of the work, but no heads, names or formulas: those belong to the family, the method and the host.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It reads only names, shapes and dtypes, no weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Two models run side by side over the calibration text, one layer at a time: the 
 result so far. Finished layers and the inputs of the next one are on disk, where `--resume` finds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

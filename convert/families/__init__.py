@@ -1,7 +1,5 @@
 """The registry of families: every model type that kvfold can read, by its name in config.json."""
 
-from __future__ import annotations
-
 from attention.errors import Refusal
 from convert.families import fused_qkv, latent, rows
 from convert.families.base import Family

@@ -4,8 +4,6 @@ What a class does beyond the canonical record (windows, soft-capping, …) is li
 own class can refuse it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from convert.families.base import CLIP, SOFTCAP

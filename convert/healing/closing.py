@@ -1,7 +1,5 @@
 """The healing that ends a conversion: the result is distilled on its calibration text before it is published."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

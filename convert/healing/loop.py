@@ -1,7 +1,5 @@
 """The course of a healing: both models, a learning rate, then steps, points of the curve and checkpoints, to the end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """The plan of a healing: every number decided, and everything refused that configs and arguments show."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path

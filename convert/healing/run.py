@@ -1,7 +1,5 @@
 """Carries out the plan of a healing: load, train, write, measure, publish. Before that, says how many tokens a time allows."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from dataclasses import replace

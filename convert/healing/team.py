@@ -3,8 +3,6 @@
 Under FSDP 2, each holds a part of every tensor.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from datetime import timedelta

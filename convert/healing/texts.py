@@ -31,7 +31,7 @@ from eval.terminal.progress import Progress
 _log = logging.getLogger("kvfold")
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
-_ENOUGH = 2**21  # tokens, or as many as are trained on, that are taken from a file that has more
+_ENOUGH = 2**21  # tokens, or as many as are trained on, that are read of a file
 _MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writing takes as long as training, or longer
 _SEED = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
 _HELD_OUT = 50  # one token of so many
@@ -201,8 +201,8 @@ class TrainingTexts:
 def _read(plan: HealPlan, text: TextSource) -> Tokens:
     if text.own:
         return own_tokens(OWN, written_before(plan.teacher, text.written, None, plan.context) if text.written else None)
-    read = text.read().all_over(max(_ENOUGH, plan.tokens // len(plan.options.texts)))
-    tokens, start = tokens_of(plan.converted, read), Text(read.name, read.text[:_START])
+    read, enough = text.read(), max(_ENOUGH, plan.tokens // len(plan.options.texts))
+    tokens, start = tokens_of(plan.converted, read, enough), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(
             f"the tokenizers of {plan.converted.reference} and {plan.teacher.reference} make other tokens of the same text",

@@ -4,8 +4,6 @@ Constants that switch the norm of a latent off (`convert.families.latent`) are w
 the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ What is healing's own: which blocks a step sees, the schedule, the values that m
 trains and nothing else, whole, so that a healing may be resumed under another launch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Writes a healed checkpoint: the files of the converted one, with the trained tensors in their places."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

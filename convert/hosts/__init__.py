@@ -1,7 +1,5 @@
 """The registry of hosts: the classes that can carry each kind of target, in order of preference."""
 
-from __future__ import annotations
-
 from convert.hosts import kvfold, latent, sharing, source_class
 from convert.hosts.base import Host
 

@@ -1,7 +1,5 @@
 """A host is the model class that carries a converted attention exactly. Users read "output class"."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path

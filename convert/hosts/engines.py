@@ -3,8 +3,6 @@
 Output classes name the engines that run them (`Host.engines`). docs/serving.md says what was run, and with which versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

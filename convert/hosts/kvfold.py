@@ -5,8 +5,6 @@ are then shared; and MLA of sources that no stock class can hold. It is built ar
 that computes the same if only that one gives RoPE to its layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

@@ -9,8 +9,6 @@ gain − 1. Models with a decoder inside that build it by its type (llava and it
 own, take none.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Stock output classes of GQA and MQA for sources with their blocks, whose own classes cannot share KV heads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ Any class can hold what has as many KV heads as the source: it is a copy.
 Everything else that the class does (windows, soft-capping, MoE, …) stays the same, because nothing else changes.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear algebra that several methods use, all in fp64."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -7,8 +7,6 @@ makes the cached numbers and what reads them absorb A. Latents and values may ha
 pair of dims. Where a format gives channels different bits, they stay in the order of Λ, and the rotation is within its classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

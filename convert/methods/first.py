@@ -1,7 +1,5 @@
 """`first`: every group shares its first member's K and V head, bit for bit (an ablation of the GQA paper, arXiv 2305.13245)."""
 
-from __future__ import annotations
-
 from convert.methods.grouped import GroupedMethod, pooling
 from convert.methods.text import TextUse
 

@@ -3,8 +3,6 @@
 Pure functions of sizes and of the losses that were measured per layer; no weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

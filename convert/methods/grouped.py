@@ -3,8 +3,6 @@
 A method is a pure function of one layer's record. It sees no names, files, configs or command line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

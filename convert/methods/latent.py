@@ -6,8 +6,6 @@ the mixing. The decoupled rotary key of MLA (DeepSeek-V2, arXiv 2405.04434) is a
 components lose their rotation and share a latent with the values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

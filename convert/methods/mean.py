@@ -1,7 +1,5 @@
 """`mean`: every group shares the mean of its members' K and V heads, fp32 (GQA paper, arXiv 2305.13245)."""
 
-from __future__ import annotations
-
 import torch
 
 from convert.methods.grouped import GroupedMethod, pooling

@@ -16,8 +16,6 @@ Cost per layer: D/(2 F) eigendecompositions of size G F, one of size min(2 G D â
 and where 2 G D âˆ’ P > E one more of size E if the text's statistics are singular.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

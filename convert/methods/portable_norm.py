@@ -13,8 +13,6 @@ and values have in common for all tokens, the output's bias, rides on the combin
 Queries of such a class may read a latent that has a norm of its own: the input without the gains of its norm (`behind_norm`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ A layer's cost is the squared error of its attention's output, relative to the r
 layers add up, as if errors were independent. docs/notes/fits.md compares other weights of errors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@ Cost per layer: D/2 eigendecompositions of G × G, once in `losses` and once in 
 size min(2 G D − P, E).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

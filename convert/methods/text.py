@@ -1,7 +1,5 @@
 """What all methods state: their names, where they come from, and how they use calibration text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

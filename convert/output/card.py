@@ -1,7 +1,5 @@
 """Model cards: README.md with the front matter that the Hub reads, rendered from the provenance of a checkpoint."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from importlib.resources import files

@@ -5,8 +5,6 @@ tokenizer_config.json and by the config's model type, and for some model types (
 same files may then split text differently.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import shutil

@@ -6,8 +6,6 @@ The lock file beside OUTPUT is `OUTPUT.lock`; the system releases the lock when 
 the file names the holder, for messages alone. Its holder removes it; a lock on a file that is no longer there does not count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluates a complete checkpoint in its work directory, beside the models that it was made from."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

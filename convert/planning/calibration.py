@@ -7,18 +7,18 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attention.errors import Failure, Refusal
 from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.retrieval import retrieving
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, own_tokens, shared_out, written_before
-from eval.inputs.loading import calibration_tokens
-from eval.inputs.text import Tokens, joined
+from eval.inputs.loading import tokens_of
+from eval.inputs.text import Tokens, joined, reach
 
 if TYPE_CHECKING:
-    import torch
-
     from eval.inputs.source import Source
 
 _log = logging.getLogger("kvfold")
@@ -37,7 +37,7 @@ class CalibrationOptions:
     Attributes:
         texts: None for no text.
         tokens: How many tokens to use, in blocks spread evenly over each text.
-        context: Tokens per block; if they are few and long, some are cut into shorter ones (`convert.methods.blocks`).
+        context: Tokens per block.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for all positions of the source, or, where
@@ -160,7 +160,7 @@ class CalibrationText:
                 parts.append(own_tokens(OWN.label, before))
                 continue
             share, context = count * calibration.context, calibration.context
-            tokens = calibration_tokens(source, text.read(), share)
+            tokens = tokens_of(source, text.read(), reach(share))
             if (there := len(tokens.ids)) < context:
                 raise Failure(
                     f"calibration text {tokens.name} has {there} tokens, fewer than one block of {context}",
@@ -200,9 +200,10 @@ class CalibrationText:
         """The ids, `[n, T]`."""
         rows, limit = self.tokens.blocks(self.calibration.context), self.calibration.retrieval_limit
         if limit is None:
-            return Blocks.mixed(rows)
+            return Blocks.whole(rows)
         plain, others = (rows[::2], rows[1::2]) if len(rows) > 1 else (rows[:0], rows)
-        return Blocks.mixed(plain).beside(*retrieving(others, limit))
+        first, (retrieved, positions) = Blocks.whole(plain), retrieving(others, limit)
+        return Blocks(torch.cat((first.rows, retrieved)), torch.cat((first.positions, positions)))
 
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: all, or the same part of each where layers then see all in sequence."""

@@ -1,7 +1,5 @@
 """The config.json of a result that is calibrated for fewer positions than its source has: engines stop where it says."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ it shows no distances beyond its blocks. Here positions skip between the stretch
 short rows hold all distances.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The plans of a sweep: one for each target and method."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

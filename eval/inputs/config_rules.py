@@ -4,8 +4,6 @@
 built config, with the defaults of its class. All else is for the class to judge, whose error becomes one line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import reprlib

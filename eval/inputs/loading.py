@@ -1,7 +1,5 @@
 """Loads what a `Source` names: its model, and a text in the tokens of its own tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pickle
@@ -17,7 +15,7 @@ from attention.versions import keep_caps
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
 from eval.inputs.reader import DTYPES, Reader
 from eval.inputs.source import Source
-from eval.inputs.text import Text, Tokens, reach, tokenize
+from eval.inputs.text import Text, Tokens, tokenize
 
 _log = logging.getLogger("kvfold")
 _MOMENT = 10**9  # bytes of weights that load in a moment
@@ -157,8 +155,3 @@ def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
             hint="the tokenizer's files are not this model's",
         )
     return tokens
-
-
-def calibration_tokens(source: Source, text: Text, count: int) -> Tokens:
-    """The tokens of a text among which `Tokens.spread` chooses `count` to calibrate on. Raises as `tokens_of`."""
-    return tokens_of(source, text.all_over(reach(count)), reach(count))

@@ -1,7 +1,5 @@
 """What lies in place of a checkpoint of a class, by names alone: other files, or other tensors; and what can be done."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Each holds the SHA-256 of what it says, and has its name only once it is on disk
 one that something else wrote are all noticed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

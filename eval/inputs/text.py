@@ -24,10 +24,7 @@ OneText = str | Path | Sequence[str]  # a file, or strings
 TextGiven = OneText | Sequence[str | Path]  # with a path among them: several texts
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
-_LARGE = 2**24  # characters; of a longer text, calibration sees excerpts
 _MOST, _MOST_PIPED = 2**32, 2**24  # bytes of a file, and of a pipe
-_EXCERPT = 2**15  # characters
-_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, fill the range from 0 to 1 evenly
 WARN_ABOVE = 0.01  # overlap: texts of one language share some runs
 _RUN = 32  # tokens; different texts hardly share a run of this length
 _MARK = "\ufeff"  # before a text, by which some editors tell its encoding
@@ -56,24 +53,6 @@ class Text:
         if not self.text.strip():
             raise Failure(f"{self.name} is empty", hint="give a text of some thousand words")
 
-    def all_over(self, tokens: int) -> Text:
-        """A text from which about as many tokens can be taken: of a large one, whole lines from evenly spread places.
-
-        They are not in its order: those of any part of the result, from its start, are spread evenly, too.
-        """
-        size, whole = _CHARACTERS * tokens, len(self.text)
-        if whole <= max(_LARGE, size):
-            return self
-        chosen = evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT))
-        order = sorted((number * _GOLDEN % 1, index * _EXCERPT) for number, index in enumerate(chosen))
-        return Text(self.name, "\n".join(_lines(self.text[start : start + _EXCERPT], start > 0) for _, start in order))
-
-
-def _lines(part: str, cut: bool) -> str:
-    """The whole lines of a part of a text, or all of it where it has no two line ends. `cut`: its first line may be cut."""
-    start, end = (part.find("\n") + 1 if cut else 0), part.rfind("\n")
-    return part[start:end] if end > start else part
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -82,7 +61,7 @@ class Tokens:
     Attributes:
         name: The name of the text.
         ids: `[tokens]`, int64, without special tokens: the whole text, its start, or blocks of it (`spread`).
-        text_bytes: UTF-8 bytes of the whole text, or of the excerpts that stand for it.
+        text_bytes: UTF-8 bytes of the whole text.
         per_byte: Tokens per byte of the encoded part.
         bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
     """
@@ -171,7 +150,7 @@ def read_file(path: Path) -> Text:
         raise Failure(f"{path} is not UTF-8 text: {reason} at byte {place}", hint="convert it: iconv -f ENCODING -t UTF-8")
     if text.startswith(_MARK):
         _log.warning("%s begins with a byte order mark, which is left out", path.name)
-    if "\r\n" in text[:_LARGE]:
+    if "\r\n" in text[:_PIECE]:
         _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
     return Text(path.name, text.removeprefix(_MARK))
 

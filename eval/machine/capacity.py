@@ -3,8 +3,6 @@
 A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. It reads no weights: it counts parameters on the meta device.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Devices: checks of `--device`, free memory, out-of-memory errors, the input device of a loaded model, times, facts."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

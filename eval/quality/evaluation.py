@@ -1,7 +1,5 @@
 """Evaluates models on a text: loads each model, scores it beside its source, measures its cache, returns a report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -11,7 +9,7 @@ from typing import Any
 from attention.errors import Refusal
 from attention.formats import KIVI
 from attention.spec import AttentionSpec, dtype_bytes
-from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
+from eval.inputs.loading import compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import compute_device
@@ -60,7 +58,7 @@ def report_of(
 
     @cache
     def within(count: int) -> Tokens:
-        return calibration_tokens(sources[0], text, count)
+        return tokens_of(sources[0], text, count)
 
     rows = _rows(sources, settings.cache_dtypes)
     said += [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(sources) :]]

@@ -4,8 +4,6 @@ The source stays loaded. The others are loaded beside it: several together while
 for each of which the source runs again. The size of a cache is predicted by the one formula, and measured on a live one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

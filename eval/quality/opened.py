@@ -1,7 +1,5 @@
 """Keeps models loaded from one part of a command to the next, so that each is loaded once."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

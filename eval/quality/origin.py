@@ -1,7 +1,5 @@
 """How a model was made, from what and on which text, by its conversion.json; whether the first one can be compared with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

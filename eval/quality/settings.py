@@ -1,7 +1,5 @@
 """How to evaluate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 PROTOCOLS = ("paper", "bos", "sliding")

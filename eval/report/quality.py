@@ -4,8 +4,6 @@ A report is a plain dict; this module measures nothing and loads neither models 
 Markdown and HTML, so they always agree.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -3,8 +3,6 @@
 Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

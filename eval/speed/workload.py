@@ -4,8 +4,6 @@ Every step rewrites the last token of the context, so that each attends over the
 cache without spare room: stock attention reads all of a static cache, masked tokens too. It times nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

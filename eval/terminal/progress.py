@@ -1,7 +1,5 @@
 """Progress of long work: one callback, which is called for each stage."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

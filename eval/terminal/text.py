@@ -4,8 +4,6 @@ Names of models, files and directories may hold anything: line breaks, terminal 
 of text, Markdown and HTML.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import unicodedata

@@ -3,8 +3,6 @@
 A stored tensor passes for what it decodes to; attention with one query reads it a block of tokens at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model over an encoded cache: what each query reads, however the text is cut; what the cache holds; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Encoded values decode to what they were, within what their format promises."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

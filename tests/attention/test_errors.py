@@ -1,7 +1,5 @@
 """Errors are one line, whatever names they carry."""
 
-from __future__ import annotations
-
 import pytest
 
 from attention.errors import Failure, KvfoldError, Refusal, one_line

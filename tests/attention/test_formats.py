@@ -1,7 +1,5 @@
 """How many bytes cached numbers take."""
 
-from __future__ import annotations
-
 import pytest
 
 from attention.errors import Refusal

@@ -1,7 +1,5 @@
 """What a record computes on a sample is what the naive reference computes, and where its heads look."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

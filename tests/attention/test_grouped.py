@@ -1,7 +1,5 @@
 """Grouped attention packed for one new token, against stock transformers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -3,8 +3,6 @@
 It runs in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the environment it is compiled and runs on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

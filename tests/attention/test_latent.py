@@ -1,7 +1,5 @@
 """Absorbed latent attention against the stock classes and the fp64 oracle, in every state a decoder meets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

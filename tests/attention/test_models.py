@@ -1,7 +1,5 @@
 """kvfold's own class: the stock class with other attention computes the record, in every state a decoder meets."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import hashlib

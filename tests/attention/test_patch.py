@@ -1,7 +1,5 @@
 """Absorbing one model object, and nothing else; giving it back as it was; refusing what would come out wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """QK-norm against torch's norms, and its derivative against autograd's."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Records in another form: QK-norm in projections is the same function."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The oracle itself, against torch: grouped and latent attention. Families are held against it elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

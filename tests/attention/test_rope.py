@@ -1,7 +1,5 @@
 """Rotary embedding: the rotation itself, its two pairings, and frequencies against transformers' own modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The one formula of KV bytes, the names of attention kinds, and what can be grouped."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

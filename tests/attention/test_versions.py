@@ -1,7 +1,5 @@
 """What versions of transformers differ in: who caps logits, and how layers hand over their cache."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

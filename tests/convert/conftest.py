@@ -1,7 +1,5 @@
 """Texts to calibrate on, and what shortens conversions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The functions of `convert` as programs call them: what they return, raise and say, and that the commands are their shell."""
 
-from __future__ import annotations
-
 import inspect as python
 import json
 import re

@@ -1,7 +1,5 @@
 """Whole conversions: interrupted and resumed to the same bytes, of checkpoints with code, for formats of the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bundled checkpoint and what the demo makes of it."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from collections.abc import Callable

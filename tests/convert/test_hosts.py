@@ -1,7 +1,5 @@
 """Latents in kvfold's class: what its attention tells and is told, its sizes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

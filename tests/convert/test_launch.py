@@ -1,7 +1,5 @@
 """Processes that were launched together share a healing alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`convert sweep`: all targets from one survey into one report, and what an interruption or a mistake costs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """llama.cpp computes the logits that transformers computes, or does not start. `make test-engines` builds it and runs this."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM generates what transformers generates, or does not start. `make test-engines` runs this where vLLM is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -3,8 +3,6 @@
 It knows tokenizers by a hash, and refuses others. Tests compare logits of given tokens.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 It runs in a process of its own, because vLLM starts others, and keeps their settings.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`evaluate` and `bench` as programs call them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments of the API: a wrong type is refused by the argument's name before anything is read."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

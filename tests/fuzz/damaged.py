@@ -18,8 +18,6 @@ A command may refuse in one line. It may not end in a traceback, take longer tha
 or end well with other weights than without the damage, or with some that transformers does not load whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Damage to files, by chance: to JSON, to tensors, and to bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """A short slice of the damage to what commands read, the same every time, and that what must never happen is seen."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

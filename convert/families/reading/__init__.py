@@ -1,7 +1,5 @@
 """The family of any config: the row of its model type, or what experiments find if it has none."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

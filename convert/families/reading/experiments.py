@@ -4,8 +4,6 @@ A record that the search finds (`search.py`) has to compute what two twins do, a
 differ otherwise. If none does, the type is refused, and the refusal says what is in the way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The family of a model type that has no row, as experiments find it (`convert.families.reading.experiments`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

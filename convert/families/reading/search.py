@@ -4,8 +4,6 @@ It looks at a small twin (`twin.py`). Candidates are few: which modules, RoPE or
 the scale, sinks, the direction in which pairs turn, a norm of queries and keys before or after RoPE.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ What decides what an attention computes stays as the config has it: head sizes, 
 A reading of the config is right if the twin's attention computes what the record says (`attention.forward`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

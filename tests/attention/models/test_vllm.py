@@ -1,7 +1,5 @@
 """The plugin for vLLM, without vLLM: what it registers, warns of and refuses. tests/engines runs it."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from importlib.metadata import entry_points

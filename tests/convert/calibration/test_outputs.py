@@ -1,7 +1,5 @@
 """W_O fitted behind converted layers: ridge regression, and a ridge that keeps chance out."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What a model writes itself: how its rows begin, end and go on, what makes it the same again, and what cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Queries fitted to what they meet: what must not get worse, what is restored, and that the gradient is one."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -38,7 +36,7 @@ def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, p
 
 
 def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._QueryFit]:
-    parts = fitted_spans(heads.stop - heads.start, list(map(len, X)), TOKENS)
+    parts = fitted_spans(heads.stop - heads.start, len(X), X.shape[1], TOKENS)
     return [fit_of(a, after, x, heads, part) for x, part in zip(X, parts, strict=True)]
 
 
@@ -92,7 +90,7 @@ def test_behind_a_norm_queries_descend_the_squared_error(norm: str | None) -> No
         lacking = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
-    found = -fit_of(a, after, x, slice(0, 4), fitted_spans(4, [len(x)])[0]).wanted
+    found = -fit_of(a, after, x, slice(0, 4), fitted_spans(4, 1, len(x))[0]).wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
@@ -112,7 +110,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
         for part, kept in ((slice(0, split), nope), (slice(split, None), back)):
             centred = kept - p @ kept
             expected[part, part] += (centred.T * p) @ centred
-    of_queries, spread = fit_of(a, after, x, slice(1, 3), *fitted_spans(2, [len(x)])).moments(10**6)
+    of_queries, spread = fit_of(a, after, x, slice(1, 3), *fitted_spans(2, 1, len(x))).moments(10**6)
     torch.testing.assert_close(spread[1].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     torch.testing.assert_close(of_queries[1], source.plain[head].T @ source.plain[head], rtol=1e-4, atol=1e-4)
 

@@ -1,7 +1,5 @@
 """Gradient descent on one layer: it never does worse on blocks that it did not see, and huge tokens do not hide the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Queries, keys and values by turns: what must not get worse, and what stays as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +71,7 @@ def test_sums_of_many_rounded_products_are_not_rounded(part: Any, monkeypatch: p
     """Of 600 spans; summed in bfloat16, these are off by 3 to 9 %."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 1)
     a, x, lacking = record(4, 1, 2, 0, 20), random(600, 20, seed=3), random(600, 20, seed=7)
-    after, spans, found = merged(a, 2), fitted_spans(4, [600])[0], []
+    after, spans, found = merged(a, 2), fitted_spans(4, 1, 600)[0], []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(part, "rough", lambda device, dtype=dtype: dtype)
         fit: Any = (
@@ -117,7 +115,7 @@ def test_a_layer_of_zeros_is_left_as_it_is() -> None:
 def test_spans_that_are_fitted_are_bounded_and_there_is_one_at_least(
     heads: int, blocks: int, context: int, tokens: int | None, count: int
 ) -> None:
-    parts = fitted_spans(heads, [context] * blocks, tokens)
+    parts = fitted_spans(heads, blocks, context, tokens)
     assert [len(part) for part in parts] == [count] * blocks
     assert (parts[0] != parts[1]) if (count, heads) == (2, 9) else True, "of every block other ones"
     assert all(span.start < context for part in parts for span in part)

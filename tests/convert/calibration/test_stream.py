@@ -1,7 +1,5 @@
 """Layers one at a time: what they see is what the whole model shows them, and nothing of them stays behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path
@@ -90,38 +88,31 @@ def test_positions_may_skip(tmp_path: Path) -> None:
     hidden[1, :7] = 1
     changed = seen_by(model, hidden, position_ids=positions, attention_mask=torch.ones_like(positions))
     assert not torch.allclose(changed[2][1, 7:], expected[2][1, 7:]), "a query after the skip attends before it"
-    stream = stream_of(model, tmp_path / "spool", Blocks(rows, (1, 1), tuple(positions.tolist())))
+    stream = stream_of(model, tmp_path / "spool", Blocks(rows, positions))
     stream.embed()
     for layer in range(3):
         close(observed(stream, layer), expected[layer])
         moments = Moments(layer, stream, records_of(model)(layer))
         stream.advance(layer, moments.see)
     sample = moments.statistics().sample
-    assert list(map(list, sample.positions)) == positions.tolist()
+    assert torch.equal(sample.positions, positions)
 
 
-def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each starts at position 0 and sees nothing of the one before it, in whatever batches they run."""
+def test_blocks_see_nothing_of_each_other_in_whatever_batches_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 24)  # two rows
     model, rows = model_of("gemma2", **WINDOWS), tokens(7, 12)
-    text = Blocks.cut(rows, (1, 1, 1, 3, 3, 3, 3))
-    whole, short = seen_by(model, rows[:3]), seen_by(model, rows[3:].reshape(-1, 4))
-    stream = stream_of(model, tmp_path / "spool", text)
+    whole = seen_by(model, rows)
+    stream = stream_of(model, tmp_path / "spool", rows)
     stream.embed()
     for layer in range(3):
         seen = observed(stream, layer)
         moments = Moments(layer, stream, records_of(model)(layer), 60, shown=False)  # five rows
         stream.advance(layer, moments.see)
-        assert [tuple(x.shape[:2]) for x in seen] == [(2, 12), (1, 12), (6, 4), (6, 4)]
-        close(seen[:2], whole[layer])
-        close(seen[2:], short[layer])
-        sample = moments.statistics().sample
-        assert sample.cuts == (1, 1, 3, 3, 3)
-        expected = [whole[layer][0], whole[layer][2], *short[layer][:6], *short[layer][9:]]
-        for block, x in zip(sample.blocks, expected, strict=True):
+        assert [tuple(x.shape[:2]) for x in seen] == [(2, 12), (2, 12), (2, 12), (1, 12)]
+        close(seen, whole[layer])
+        for block, x in zip(moments.statistics().sample.blocks, whole[layer][moments.sampled], strict=True):
             torch.testing.assert_close(block.x.float(), x, rtol=1e-2, atol=1e-2)
-    one, other = stream.select(3, [6, 0])
-    assert (one.hidden.shape, other.hidden.shape) == ((1, 12, 64), (3, 4, 64))
+    assert stream.select(3, [6, 0]).hidden.shape == (2, 12, 64)
 
 
 # ---- any checkpoint --------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The survey: its statistics are the moments of what layers see, and it goes on wherever it was cut off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

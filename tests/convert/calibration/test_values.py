@@ -1,7 +1,5 @@
 """Values fitted to what comes out: what is restored, and that the gradient is one."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -42,7 +40,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(sinks: bool, monkey
     x, expected_outputs = X[:1], run(a, X[:1])
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)
     (expected,) = torch.autograd.grad(0.5 * lacking.square().sum(), leaf)
-    parts = fitted_spans(8, [X.shape[1]])[0]
+    parts = fitted_spans(8, 1, X.shape[1])[0]
     fit = values._ValueFit.of(after, block_of(x[0]), (expected_outputs - run(after, x))[0].float(), parts)
     assert sum(tokens.stop - tokens.start for tokens in fit.spans) == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted

@@ -1,7 +1,5 @@
 """What a class takes of a checkpoint is what transformers takes: names, shapes, complaints and every bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

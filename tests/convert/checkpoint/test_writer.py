@@ -1,7 +1,5 @@
 """Writing checkpoint files: what is written reads back, has the checksum that is returned, and is synced before its name."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

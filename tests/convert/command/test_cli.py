@@ -1,7 +1,5 @@
 """The command line: what each command prints, what each mistake costs, and that help comes at once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress on stderr: lines with the time left, and bars."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

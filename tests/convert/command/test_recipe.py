@@ -1,7 +1,5 @@
 """`convert run`: a recorded command is repeated, options replace what is recorded, and nothing harmful happens unasked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

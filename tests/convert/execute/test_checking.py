@@ -1,7 +1,5 @@
 """The check at the end of a conversion, and what a model writes to be calibrated on, from the command line to the files."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator

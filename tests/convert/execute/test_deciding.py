@@ -1,7 +1,5 @@
 """What is decided for all layers together, and when queries are refitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

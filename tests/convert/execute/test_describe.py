@@ -1,7 +1,5 @@
 """What a conversion says of its result, what changes nothing, and that conversion.json repeats it, byte for byte."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +105,7 @@ def test_a_conversion_is_repeated_from_its_provenance(
     assert (provenance["calibration_hash"] is None) == (method in ("svd", "weighted"))
     if method == "pca":
         texts = [{"text": "text.txt", "tokens": 1000, "hash": provenance["calibration_hash"]}]
-        blocks = {"tokens": 1000, "context": 50, "block_lengths": [50], "max_context": 50, "retrieval_limit": None}
+        blocks = {"tokens": 1000, "context": 50, "max_context": 50, "retrieval_limit": None}
         assert provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
 
 
@@ -115,7 +113,7 @@ def test_a_text_in_shorter_blocks_is_another_calibration(finished: Find, convert
     """Heads are repeated, too, with what measured them."""
     made = finished("heads with text")
     texts = [{"text": "text.txt", "tokens": 256, "hash": made.provenance["calibration_hash"]}]
-    blocks = {"tokens": 256, "context": 32, "block_lengths": [32], "max_context": 128, "retrieval_limit": 128}
+    blocks = {"tokens": 256, "context": 32, "max_context": 128, "retrieval_limit": 128}
     assert made.provenance["calibration"] == {"text": "text.txt", "texts": texts} | blocks
     recipe = made.provenance["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)

@@ -3,8 +3,6 @@
 That each output class is exact at full size, of every family, tests/convert/hosts/test_contract.py holds.
 """
 
-from __future__ import annotations
-
 import shutil
 from itertools import product
 from pathlib import Path

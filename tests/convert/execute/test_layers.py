@@ -1,7 +1,5 @@
 """Weights are written in bounded shards, where there is room for them, and only if they are finite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

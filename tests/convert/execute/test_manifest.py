@@ -1,7 +1,5 @@
 """What is written of which tensors: ties, dropped and renamed tensors, and weights that are not those of the config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers converted in order: each step brings the result closer, and an interruption costs no layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

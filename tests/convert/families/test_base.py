@@ -1,7 +1,5 @@
 """The registry of families, and what the base of all of them makes of a config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

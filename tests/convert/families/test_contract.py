@@ -3,8 +3,6 @@
 Tests of one family alone are in the file of that family.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

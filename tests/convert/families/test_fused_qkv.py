@@ -1,7 +1,5 @@
 """Families with fused QKV: ALiBi of BLOOM and MPT; Falcon's layouts and norms, what its class cannot run, its own results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

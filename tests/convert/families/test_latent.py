@@ -1,7 +1,5 @@
 """Latent projections: the norm switched off for every rank, told from one that does something; published ones are counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Every tensor of every family has a name and a role, each found from the other; what is fused or transposed comes apart."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which configs are proved before a conversion, and what their refusals say."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

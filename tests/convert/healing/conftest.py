@@ -1,7 +1,5 @@
 """Checkpoints to heal, and one that was healed: each is made once for all tests, and none is to be changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

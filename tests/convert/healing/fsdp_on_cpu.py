@@ -1,7 +1,5 @@
 """The command line under FSDP 2 on CPUs, where torch shards as well; accelerate offers that for accelerators alone."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

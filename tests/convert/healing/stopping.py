@@ -1,7 +1,5 @@
 """The command line. It also says what was made, and with STOP_AT in the environment interrupts a healing before that step."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

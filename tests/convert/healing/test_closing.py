@@ -1,7 +1,5 @@
 """The healing that ends a conversion: what it changes and records, how it resumes, and when it is left out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

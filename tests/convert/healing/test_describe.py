@@ -1,7 +1,5 @@
 """What conversion.json and the card of a healed checkpoint say."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The course of a healing: which rate is chosen, which checkpoint counts, and when it has come to its end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss in chunks: its value and its gradients; decoders and heads, apart, give the logits that they give together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

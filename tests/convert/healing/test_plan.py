@@ -1,7 +1,5 @@
 """What arguments and configs of a healing show is refused before weights are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Healing from end to end: what it gains, what it leaves alone, and what happens when it is stopped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Healing by two processes: the curve and the weights of one process that takes the same steps."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

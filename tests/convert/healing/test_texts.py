@@ -1,7 +1,5 @@
 """Texts to heal on: which blocks are held out, in which order the others come, and what the teacher writes."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

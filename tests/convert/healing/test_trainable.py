@@ -1,7 +1,5 @@
 """What trains and what stays; gradients through a neutral norm are those of no norm; LoRA begins as the student."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps: one is that of AdamW, however it is divided; rates follow the schedule, and what is fixed stays."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What output classes cannot hold of a source, each in one line that says why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Tests of one class alone are in the file of that class. The cheap properties of 
 tests/convert/families/test_contract.py; here `make test` has a row of each way in which an output class holds a source.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

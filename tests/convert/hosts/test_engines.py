@@ -1,7 +1,5 @@
 """What engines take: sizes of latents, and output classes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """kvfold's class as an output class: what it is for, its config, and results that load without kvfold."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from itertools import product

@@ -1,7 +1,5 @@
 """Stock classes of MLA: any list of frequencies in their config, gains stored whole, what they take, and portable results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Stock classes that share heads for others: what they compute of GPT-J's and GPT-2's like, carry, and refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`aligned`: what commutes with RoPE merges without loss, and little is decomposed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Balanced coordinates: the same function, in the basis in which rounding costs least, of latents and of heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,6 +1,4 @@
-"""Rows of a text, of which some are cut into shorter blocks."""
-
-from __future__ import annotations
+"""Blocks of text whose positions may skip."""
 
 import torch
 from hypothesis import given, settings
@@ -13,56 +11,38 @@ def rows(count: int, context: int) -> torch.Tensor:
     return torch.arange(count * context).view(count, context)
 
 
-def test_every_other_row_is_cut_into_four() -> None:
-    text = Blocks.mixed(rows(5, 1024))
-    assert text.rows[:, 0].tolist() == [0, 2048, 4096, 1024, 3072], "those of one length are neighbours"
-    assert (text.cuts, text.context, text.lengths) == ((1, 1, 1, 4, 4), 1024, [1024, 256])
-    assert [len(block) for block in text.blocks] == [1024] * 3 + [256] * 8
-    assert torch.cat([block.x for block in text.blocks]).tolist() == text.rows.flatten().tolist()
-    assert all(list(block.positions) == list(range(len(block))) for block in text.blocks)
+def skipping(plain: int, others: int) -> Blocks:
+    """Blocks of 16 tokens, of which the last ones skip."""
+    blocks = Blocks.whole(rows(plain + others, 16))
+    blocks.positions[plain:, 8:] += 100
+    return blocks
 
 
-def test_what_would_be_short_is_not_cut() -> None:
-    for context in (1020, 1026, 512, 8, 1):
-        text = Blocks.mixed(rows(4, context))
-        assert (text.cuts, text.lengths) == ((1,) * 4, [context])
-    assert Blocks.mixed(rows(1, 1024)).cuts == (1,)
-    assert Blocks.whole(rows(3, 128)).blocks[1].x.tolist() == list(range(128, 256))
+def test_blocks_have_their_own_positions() -> None:
+    text = skipping(2, 1)
+    assert [block.x.tolist() for block in text.blocks] == text.rows.tolist()
+    assert [list(block.positions) for block in text.blocks] == [[*range(16)]] * 2 + [[*range(8), *range(108, 116)]]
+    some = text.of([2, 0])
+    assert (some.rows[:, 0].tolist(), some.positions[:, -1].tolist(), some.context) == ([32, 0], [115, 15], 16)
+    assert torch.equal(some.to(torch.device("cpu")).positions, some.positions)
 
 
-def test_many_rows_stay_whole() -> None:
-    assert set(Blocks.mixed(rows(15, 1024)).cuts) == {1, 4}
-    assert set(Blocks.mixed(rows(16, 1024)).cuts) == {1}
-
-
-def test_some_rows_are_spread_over_all() -> None:
-    assert Blocks.mixed(rows(8, 1024)).spread(4096).rows[:, 0].tolist() == [2048, 6144, 3072, 7168]
+def test_some_blocks_are_spread_over_all() -> None:
+    assert Blocks.whole(rows(8, 1024)).spread(4096).rows[:, 0].tolist() == [1024, 3072, 5120, 7168]
     assert len(Blocks.whole(rows(3, 8)).spread(4).rows) == 1
     assert Blocks.whole(rows(3, 8)).spread(99).rows.tolist() == rows(3, 8).tolist()
 
 
 @settings(max_examples=20)
 @given(count=st.integers(1, 9), tokens=st.integers(1, 5000))
-def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int) -> None:
-    text = Blocks.mixed(rows(count, 1024))
-    batches = text.batches(tokens)
+def test_batches_are_all_blocks_in_order(count: int, tokens: int) -> None:
+    batches = Blocks.whole(rows(count, 1024)).batches(tokens)
     assert [row for batch in batches for row in batch] == list(range(count))
     assert all(len(batch) * 1024 <= max(1024, tokens) for batch in batches)
-    shaped = [text.shaped(batch, text.rows[batch]) for batch in batches]
-    assert [block.tolist() for part in shaped for block in part] == [block.x.tolist() for block in text.blocks]
 
 
-def test_rows_of_each_length_judge() -> None:
-    for count, others in ((1, [0]), (2, [1]), (3, [1]), (4, [1, 3]), (8, [2, 6]), (32, [4, 12, 20, 28])):
-        fitted, judging = Blocks.mixed(rows(count, 1024)).parted()
-        assert judging == others
-        assert fitted == [row for row in range(count) if row not in others or count == 1]
-    assert Blocks.whole(rows(8, 6)).parted() == ([0, 1, 2, 3, 5, 6, 7], [4])
-
-
-def test_rows_are_taken_with_their_cuts() -> None:
-    text = Blocks.mixed(rows(5, 1024))
-    some = text.of([4, 1])
-    assert (some.rows[:, 0].tolist(), some.cuts) == ([3072, 2048], (4, 1))
-    assert text.alike([4, 1, 3, 0]) == [[1, 0], [4, 3]]
-    assert some.to(torch.device("cpu")).cuts == some.cuts
+def test_blocks_that_skip_and_others_judge() -> None:
+    for plain, others, judging in ((1, 0, [0]), (1, 1, [1]), (2, 1, [1]), (2, 2, [1, 3]), (4, 4, [2, 6]), (8, 0, [4])):
+        text = skipping(plain, others)
+        assert text.parted()[1] == judging
+        assert text.parted()[0] == [row for row in range(plain + others) if row not in judging or plain + others == 1]

@@ -1,7 +1,5 @@
 """What methods that make a latent promise each by itself, as `pca` a published formula, and the algebra that all share."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

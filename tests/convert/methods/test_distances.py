@@ -1,7 +1,5 @@
 """How far back heads look: against sums over queries."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -16,7 +14,7 @@ from convert.methods.statistics import Statistics
 
 def test_heads_look_where_the_sample_shows() -> None:
     a, x, positions = record(2, 2), inputs(20, tokens=30), (*range(20), *range(320, 330))
-    known = replace(measured(x), sample=Blocks(x, (1, 1), (range(30), positions)))
+    known = replace(measured(x), sample=Blocks(x, torch.tensor([[*range(30)], positions])))
     found, paid = mass_of(a, known), attention_by_distance(a, [block_of(x[0]), Block(x[1], positions)])
     expected = paid / paid.sum(1, keepdim=True)
     torch.testing.assert_close(found[:, :30], expected[:, :30], rtol=1e-9, atol=0)

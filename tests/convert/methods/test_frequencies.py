@@ -1,7 +1,5 @@
 """Which frequencies go on rotating: known answers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny import tiny_config

@@ -1,7 +1,5 @@
 """Merging KV heads, by any method: copies merge into themselves; the published `mean` and `first`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

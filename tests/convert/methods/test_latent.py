@@ -1,7 +1,5 @@
 """Making a latent, by any method: exact at full size, better with more, finite whatever comes."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Latents that are divided by their norm: the same attention where the norm can be made constant, and close to it elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -79,7 +77,7 @@ def test_tokens_of_zeros_add_nothing_and_silent_layers_stay_silent() -> None:
     x, a = inputs(WIDTH), latent()
     x[0, 3] = 0
     silent = dataclasses.replace(a, o=a.o * 0, o_bias=a.o[:, 0, 0] * 0)
-    assert not attention_output(with_constant_norm(record(2), silent, Blocks.cut(x, (1, 4))), blocks_of(x)).any()
+    assert not attention_output(with_constant_norm(record(2), silent, Blocks.whole(x)), blocks_of(x)).any()
     found = with_constant_norm(record(2), a, Blocks.whole(x))
     assert not found.latent(x)[0, 3].any()
     assert torch.isfinite(attention_output(found, blocks_of(x))).all()

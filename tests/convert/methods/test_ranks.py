@@ -1,7 +1,5 @@
 """Ranks of layers: how they are shared out, and how results of `mla --per-layer-ranks` run."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate, product
 from pathlib import Path

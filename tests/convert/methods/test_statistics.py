@@ -1,7 +1,5 @@
 """What is known of a layer's input: moments, what a norm's gains say without text, and how far few tokens are trusted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

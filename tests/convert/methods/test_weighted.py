@@ -1,7 +1,5 @@
 """The rotary part of `weighted`: its components against sums over distances."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The model card of a conversion, whose names may hold anything that a file name may hold."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What stands beside the weights: companions byte for byte, a config, and a tokenizer that splits text as the source's does."""
 
-from __future__ import annotations
-
 import errno
 import filecmp
 import json

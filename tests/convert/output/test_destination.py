@@ -1,7 +1,5 @@
 """One run per OUTPUT: who gets the lock, what the others are told, and what is left of a run that was killed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Writing an output: what is trusted after an interruption, what any damage leads to, what is published, what stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of which there is no more than a config: a plan reads no weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A type that experiments found becomes MLA in kvfold's class only if a small twin loses nothing there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a plan says of itself, what can be converted at all, and which output class carries it."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

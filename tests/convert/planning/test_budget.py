@@ -1,7 +1,5 @@
 """How a budget is split, and how frequencies are folded: known answers, and what must hold of every budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the user says of calibration, what a plan makes of it, and the text when it has been read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -154,11 +152,6 @@ def test_a_text_is_whole_blocks_from_all_over_it(
     middles = [(2 * i + 1) * of // (2 * count) for i in range(count)]
     assert rows.tolist() == whole[middles].tolist()
     assert found.calibration.context == context
-
-
-def test_every_other_long_row_is_cut(source: Sources) -> None:
-    found = read(source("llama", max_position_embeddings=2048), 4 * 1024, 4 * 1024, 1024)
-    assert (found.blocks.lengths, found.blocks.cuts) == ([1024, 256], (1, 1, 4, 4))
 
 
 def test_a_text_shorter_than_a_block_fails_with_what_fits(source: Sources) -> None:

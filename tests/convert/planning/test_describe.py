@@ -1,7 +1,5 @@
 """What is said of checkpoints from their configs alone: with KV heads, and with a latent."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans: what is copied, inexact or refused; sizes, budgets and what exceeds full size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A result that is calibrated for fewer positions than its source has says so in config.json, and its RoPE stays the same."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

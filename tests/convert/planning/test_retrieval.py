@@ -1,7 +1,5 @@
 """Rows that retrieve: what comes back in them, and where their tokens stand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

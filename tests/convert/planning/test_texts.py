@@ -1,7 +1,5 @@
 """The texts that a user names: what they are, how they are recorded, and how blocks are shared out among them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

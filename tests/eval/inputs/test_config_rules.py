@@ -1,7 +1,5 @@
 """Values of a config.json that are refused before anything is computed from them, and real ones, which never are."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

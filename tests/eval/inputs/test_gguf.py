@@ -1,7 +1,5 @@
 """GGUF files as sources: they say what their models say, and what transformers would leave out is refused."""
 
-from __future__ import annotations
-
 import gc
 import json
 import struct

@@ -1,7 +1,5 @@
 """What lies in place of a checkpoint, or of a tensor of its class, is named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

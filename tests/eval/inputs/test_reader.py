@@ -1,7 +1,5 @@
 """Reading checkpoints: single files and shards, indices, pickles, and everything that can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

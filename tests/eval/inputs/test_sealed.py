@@ -1,7 +1,5 @@
 """Layers on a shelf: what was put there comes back bit for bit, and what has changed since then does not count."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a model lives and what its config says, before any weight is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

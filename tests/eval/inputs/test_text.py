@@ -1,7 +1,5 @@
 """Text and tokens: what is read, what is refused, and what a hash stands for."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -84,25 +82,6 @@ def test_a_mark_is_left_out_and_line_ends_stay_and_both_are_said(tmp_path: Path,
         "notes.txt begins with a byte order mark, which is left out",
         "notes.txt has the line ends of Windows (CR LF), which stay: models read few texts like that",
     ]
-
-
-def test_excerpts_are_lines_from_all_over_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.inputs.text._LARGE", 2**16)
-    draw = random.Random(0)
-    text = Text("large", "".join(f"{i} {'é≠a' * draw.randint(1, 20)}\n" for i in range(20_000)))
-    part = text.all_over(20_000)
-    assert 0.5 < len(part.text) / 160_000 < 1.1
-    assert set(part.text.split("\n")) <= set(text.text.split("\n"))
-    assert part == text.all_over(20_000)
-    assert text.all_over(10**9) is text
-    monkeypatch.setattr("eval.inputs.text._EXCERPT", 2**10)
-    numbers = [int(line.split()[0]) for line in text.all_over(20_000).text.split("\n")]
-    for start in (numbers, numbers[: len(numbers) // 8]):  # of any start of it, too
-        assert min(start) < 2_000
-        assert max(start) > 18_000
-        assert 0.3 < sum(number > 10_000 for number in start) / len(start) < 0.7
-    one_line = Text("one line", "é≠😀a" * 50_000).all_over(10_000)
-    assert set(one_line.text) == set("é≠😀a\n")
 
 
 def test_a_dataset_is_joined_as_papers_join_it(monkeypatch: pytest.MonkeyPatch) -> None:

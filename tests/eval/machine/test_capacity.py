@@ -1,7 +1,5 @@
 """What fits where: a published table, parameter counts against real models, and the longest context."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and a text in, a report out: the contract of DESIGN.md §8, what is refused, and where a model may lie."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Models are scored beside their source, whose score does not depend on how many others there are; caches have their size."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

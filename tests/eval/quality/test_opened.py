@@ -1,7 +1,5 @@
 """Models stay loaded from one part of a command to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a model was made, and whether it can be compared with the first one, by its conversion.json and its tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

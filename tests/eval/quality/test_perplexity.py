@@ -1,7 +1,5 @@
 """Perplexity, KL and agreement against a naive computation, one token and one forward pass at a time, in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

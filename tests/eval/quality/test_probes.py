@@ -1,7 +1,5 @@
 """Probes against models whose answers are known: one that copies, so far and no farther, over a cache of what it has read."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

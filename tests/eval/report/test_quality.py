@@ -1,7 +1,5 @@
 """Reports as JSON, Markdown and HTML. Plain dicts in, text out: no model, no tokenizer, no network."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

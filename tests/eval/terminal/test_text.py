@@ -1,7 +1,5 @@
 """Text of users and files on a terminal, in Markdown and in a shell."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Model types that have no row: experiments read them, or refuse them and say why."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a row says of a class is proved on a small twin of it, and a wrong row is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
