@@ -153,6 +153,11 @@ class Heads:
         """Attention `[H, t, s]` of such logits of all heads, for the last t among s tokens, or for `tokens [t]`."""
         return self.scoring.probabilities(logits, tokens, self.sinks)
 
+    def attention_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[H, t, T]`, the attention of some tokens `[t]`."""
+        queries, keys = self.scale * self.queries[:, tokens], self.keys
+        return self.probabilities(queries @ keys.repeat_interleave(len(queries) // len(keys), 0).mT, tokens)
+
     def attention(self, head: int, tokens: slice = slice(None)) -> torch.Tensor:
         """`[t, s]`, the attention of one head that its `logits` make."""
         return self.scoring.probabilities(self.logits(head, tokens), None, None if self.sinks is None else self.sinks[head])
@@ -278,6 +283,15 @@ def output_of(record: Record, block: Block) -> torch.Tensor:
     out = _read(heads, values_of(record, heads)).transpose(0, 1).flatten(1)
     out = out @ record.o.to(out.dtype).flatten(1).T
     return out if record.o_bias is None else out + record.o_bias.to(out.dtype)
+
+
+def output_at(record: Record, block: Block, tokens: torch.Tensor) -> torch.Tensor:
+    """`[t, E]`, the output of some tokens `[t]` of a block, fp32."""
+    heads = heads_of(record, block.float())
+    values, attention = values_of(record, heads), heads.attention_of(tokens)
+    read = attention @ values.repeat_interleave(len(attention) // len(values), 0)
+    out = torch.einsum("htd,ehd->te", read, record.o.float())
+    return out if record.o_bias is None else out + record.o_bias.float()
 
 
 def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:

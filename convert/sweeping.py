@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,7 @@ class PlannedSweep:
 
 
 def sweep(
-    plans: Sequence[Plan],
-    evaluate_on: Text,
-    settings: EvaluationSettings,
-    progress: Progress = silent,
-    made: Callable[[Plan], object] = lambda plan: None,
+    plans: Sequence[Plan], evaluate_on: Text, settings: EvaluationSettings, progress: Progress = silent
 ) -> dict[str, Any]:
     """Carry out every plan, evaluate the results beside their source, and write the report.
 
@@ -93,7 +89,6 @@ def sweep(
         evaluate_on: Held-out text.
         settings: How to evaluate.
         progress: Called with the progress of each stage.
-        made: Called with each plan when its result is complete.
 
     Returns:
         The report that is written to DIR/report.
@@ -113,7 +108,7 @@ def sweep(
         for plan in plans:
             require_unchanged()
             convert(plan, None, progress, directory / _SURVEY)
-            made(plan)
+            _log.info("made %s (%s)", plan.output.path, plan.target.spec.kind)
         results = [source.beside(plan.output.path) for plan in plans]
         found = report_of([source, *results], evaluate_on, settings, progress=progress)
         require_unchanged()

@@ -46,5 +46,5 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
         planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
         return PlannedSweep([PlannedConversion(plan) for plan in plans])
-    report = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"], given["made"])
+    report = sweeping.sweep(plans, text_of(given["evaluate"]), settings, given["progress"])
     return Sweep(plans, report, request.output.path / REPORT)

@@ -1,8 +1,8 @@
 """The options of the API and of the commands, by what they are about; those of each function are at the end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
+from typing import Annotated, Generic, Required, TypedDict, TypeVar
 
 from attention.formats import FORMATS
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_latent, parse_rate, parse_time, parse_tokens
@@ -270,10 +270,6 @@ class Comparing(TypedDict, total=False):
         Option("Methods to compare.", unset="all", choices=(*GROUPED, *LATENT), metavar="NAME,…"),
     ]
     evaluate: Required[Annotated[OneText, Option("Held-out text to evaluate all results on.", file=True)]]
-    made: Annotated[
-        Callable[[Any], object],
-        Option("Called with the plan of each result when it is complete.", default=lambda plan: None, flag=""),
-    ]
 
 
 class Fitting(TypedDict, total=False):

@@ -96,18 +96,16 @@ class _LayerFit:
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
         """The error on these rows."""
         x, y = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows).hidden
-        found = self._student.run(self._layer, self._rest, x, self._write(record))
-        missing, energy = _energies(found - y, y - x.hidden, x.hidden, y)
-        return missing / energy.detach()
+        return _relative(self._student.run(self._layer, self._rest, x, self._write(record)), x.hidden, y)
 
 
-def _energies(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Σ `missing`² and Σ `added`² `[2]`, of `[b, t, E]` each, with every token scaled to an output of size one."""
+def _relative(outputs: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The squared error of `outputs [b, t, E]` over what the layer adds, with every token scaled to an output of size one."""
     tiny = torch.finfo(torch.float32).tiny
     size = expected.square().mean(-1, keepdim=True).clamp_min(tiny).rsqrt()
-    # If a layer adds nothing, compare with its input instead.
-    energy = torch.maximum((size * added).square().sum(), _NOTHING * (size * inputs).square().sum()).clamp_min(tiny)
-    return torch.stack(((size * missing).square().sum(), energy))
+    parts = outputs - expected, expected - inputs, inputs
+    error, added, read = ((size * part).square().sum() for part in parts)
+    return error / torch.maximum(added, _NOTHING * read).clamp_min(tiny)  # a layer may add nothing
 
 
 def _shuffled(blocks: list[int], count: int, seed: int) -> list[int]:

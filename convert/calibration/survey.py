@@ -3,7 +3,7 @@
 For each layer it keeps the first two moments of its activations, also as its attention sees them, and a bounded sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from eval.terminal.progress import Progress, silent, stage
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
-_ALIKE = 4  # tokens that make a repetition
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
 
 
@@ -58,7 +57,6 @@ class Moments:
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
         self._attended = _AttendedSums(width, stream.device, attention.sinks is not None) if shown else None
-        self._copying = _CopyingSums(len(attention.q), stream.device)
 
     def see(self, x: torch.Tensor) -> None:
         """Add the next blocks, `x [b, T, E]`."""
@@ -75,10 +73,8 @@ class Moments:
         self._second += numbers.T @ numbers
         self._sum += numbers.sum(0, dtype=torch.float64)
         if self._attended:
-            for block, tokens in zip(replace(text, rows=x).blocks, text.blocks, strict=True):
-                heads = heads_of(self._attention, block)
-                self._attended.add(heads)
-                self._copying.add(heads, tokens.x.tolist())
+            for block in replace(text, rows=x).blocks:
+                self._attended.add(heads_of(self._attention, block))
 
     def statistics(self) -> Statistics:
         """The statistics of everything that was seen.
@@ -98,7 +94,7 @@ class Moments:
         attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         _require_finite(f"the attention {where}", attended.seen, attended.read)
         queries = self._queries / tokens if self._attention.projections else None
-        return Statistics(second, mean, tokens, attended, sample, queries=queries, copying=self._copying.mean())
+        return Statistics(second, mean, tokens, attended, sample, queries=queries)
 
 
 def _require_finite(what: str, *tensors: torch.Tensor) -> None:
@@ -128,7 +124,7 @@ class _AttendedSums:
         """Add the attention over a block."""
         length = len(heads.inputs)
         rows = torch.tensor(evenly_spread(min(length, QUERIES), length), device=heads.inputs.device)
-        probabilities = _attention(heads, rows).flatten(0, 1)  # [H t, T]
+        probabilities = heads.attention_of(rows).flatten(0, 1)  # [H t, T]
         read = probabilities @ heads.inputs
         self._seen += heads.inputs.T @ (probabilities.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
@@ -141,47 +137,6 @@ class _AttendedSums:
     def moments(self) -> Attended:
         seen, read, mean = (part / self._count for part in (self._seen, self._read, self._mean))
         return Attended.measured(seen, read, mean, None if self._sunk is None else self._sunk / self._count)
-
-
-class _CopyingSums:
-    """Sum each head's attention to the token that followed when the last tokens stood in a block before.
-
-    High in induction heads alone (Olsson et al., "In-context learning and induction heads", 2022).
-    """
-
-    def __init__(self, heads: int, device: torch.device) -> None:
-        self._sum, self._count = torch.zeros(heads, dtype=torch.float64, device=device), 0
-
-    def add(self, heads: Heads, tokens: Sequence[int]) -> None:
-        """Add some of the repetitions in a block of these tokens."""
-        if not (found := _repetitions(tokens)):
-            return
-        chosen = [found[i] for i in evenly_spread(min(len(found), QUERIES), len(found))]
-        queries, followed = torch.tensor(chosen, device=heads.inputs.device).T
-        self._sum += _attention(heads, queries)[:, torch.arange(len(chosen)), followed].sum(1)
-        self._count += len(chosen)
-
-    def mean(self) -> torch.Tensor:
-        """`[H]`; zeros where nothing repeats."""
-        return self._sum / max(1, self._count)
-
-
-def _repetitions(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Places at which the last `_ALIKE` tokens stood before, and the place after the latest of these."""
-    last, found = dict[tuple[int, ...], int](), []
-    for place in range(_ALIKE - 1, len(tokens)):
-        key = tuple(tokens[place + 1 - _ALIKE : place + 1])
-        if key in last and place - last[key] >= _ALIKE:  # or a head that looks at its own token would seem to copy
-            found.append((place, last[key] + 1))
-        last[key] = place
-    return found
-
-
-def _attention(heads: Heads, rows: torch.Tensor) -> torch.Tensor:
-    """`[H, t, T]` of the queries of some tokens `[t]`."""
-    repeats = len(heads.queries) // len(heads.keys)
-    logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
-    return heads.probabilities(logits, rows)
 
 
 def survey(

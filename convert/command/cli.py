@@ -218,11 +218,7 @@ def sweep(*names: Any, **given: Any) -> Printed:
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
-
-    def made(plan: Any) -> None:
-        _say(f"made: {plan.output.path} ({plan.target.spec.kind})")
-
-    done = convert.sweep(*names, progress=_progress(), made=made, **given)
+    done = convert.sweep(*names, progress=_progress(), **given)
     return Printed(done.as_dict(), str(done), None if given["dry_run"] else done.report_directory / "report.html")
 
 

@@ -4,7 +4,7 @@ A choice is a value that is passed on. Its copy in the work directory only serve
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,11 +12,14 @@ import torch
 
 from attention.errors import Failure
 from attention.formats import format_named
-from attention.forward import attention_output
+from attention.forward import output_at
+from attention.record import Attention, Record
+from attention.spread import evenly_spread
 from convert.calibration.stream import LayerStream
-from convert.calibration.survey import survey
+from convert.calibration.survey import QUERIES, survey
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
+from convert.methods.frequencies import pairs_by_trial
 from convert.methods.latent import Allocation
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import EXCERPT, Statistics
@@ -28,6 +31,7 @@ from eval.terminal.progress import stage
 _SILENT = 1e-30  # the energy of an output that is nothing
 
 StatisticsOf = Callable[[int], Statistics]
+Records = Callable[[Attention, Statistics], Iterator[Record]]
 
 
 def surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
@@ -53,51 +57,73 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
     if kept := job.work.recall("choice"):  # of an interrupted run
         return Choice(tuple(kept["pairs"]), tuple(kept["ranks"]))
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
-    measure, measured, pairs = target.method.measure, list[torch.Tensor](), tuple[int, ...]()
-    if count and measure is not None:  # what not rotating each component costs
-        layers = [layer for layer in range(job.plan.before.num_layers) if job.plan.family.rotary(layer)]
+    method, measured = target.method, list[torch.Tensor]()
+    layers = [layer for layer in range(job.plan.before.num_layers) if job.plan.family.rotary(layer)]
+    if count and method.measure is not None:  # what not rotating each component costs
         with stage(job.progress, "measure", len(layers), "layer") as done:
             for layer in layers:
-                measured.append(measure(job.read_layer(layer)[1], statistics(layer)).cpu())
+                measured.append(method.measure(job.read_layer(layer)[1], statistics(layer)).cpu())
                 done(1)
-    if count:
-        pairs = target.method.allocate(measured, count, allocation)
+    pairs = method.allocate(measured, count, allocation) if count else ()
+    if count and method.rotating is not None and job.text and job.shows_attention and not allocation.ladder:
+        rotating, every = method.rotating, range(len(job.plan.rotary.frequencies))
+
+        def errors(choices: list[list[int]]) -> list[float]:
+            def records(before: Attention, seen: Statistics) -> Iterator[Record]:
+                return map(rotating(before, seen), ([*every] * len(before.k), *choices))
+
+            lost = _losses(job, "try frequencies", layers, statistics, records)
+            return [math.fsum(of_layers) for of_layers in zip(*lost, strict=True)]
+
+        pairs = pairs_by_trial(measured, count, errors)
     ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
     job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
     return Choice(pairs, ranks)
 
 
 def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
-    """A rank for each layer, by the errors of its attention's output on the sample.
+    """A rank for each layer, by what its attention loses."""
+    tried, layers = measured_ranks(target.ranks), target.spec.num_layers
 
-    They are relative to the residual stream, to which it is added, or to the output itself where a norm follows it.
-    """
-    tried, costs, layers = measured_ranks(target.ranks), [], target.spec.num_layers
-    with stage(job.progress, "rank", layers, "layer") as done:
-        for layer in range(layers):
-            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
-            assert measured.sample is not None
-            assert measured.inverse_energy is not None
-            blocks = measured.sample.spread(EXCERPT).blocks
-            expected = attention_output(before, blocks)
-            energy = float(expected.double().square().sum(-1).mean())
-            norm = job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
-            normalised = norm is not None and norm.name in job.manifest.reader.infos
-            importance = 1 / max(energy, _SILENT) if normalised else measured.inverse_energy
-            errors = []
-            for rank in tried:
-                after = target.method.factor(before, replace(allocation, rank=rank), measured)
-                lacking = attention_output(after, blocks) - expected
-                errors.append(importance * float(lacking.double().square().sum(-1).mean()))
-            if not all(map(math.isfinite, errors)):
-                raise Failure(
-                    f"attention outputs of layer {layer} overflow on the calibration text: errors at ranks {tried}: {errors}",
-                    hint="the source's weights are extreme; does `convert eval` of it work?",
-                )
-            costs.append(interpolated(tried, errors, target.ranks))
-            done(1)
+    def records(before: Attention, seen: Statistics) -> Iterator[Record]:
+        yield before
+        yield from (target.method.factor(before, replace(allocation, rank=rank), seen) for rank in tried)
+
+    costs = [interpolated(tried, lost, target.ranks) for lost in _losses(job, "rank", range(layers), statistics, records)]
     form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
     prices, mean = [form.row_bytes(rank, "latent") for rank in target.ranks], target.spec.kv_lora_rank or 0
     context = job.plan.context
     tokens = target.spec.tokens_held(context) if target.spec.is_cut(context) else [1] * layers
     return shared_out(costs, target.ranks, prices, sum(tokens) * form.row_bytes(mean, "latent"), tokens)
+
+
+def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf, records: Records) -> list[list[float]]:
+    """For each layer what its outputs lose with each of its `records` but the first, at some tokens of the sample.
+
+    Squared errors are relative to the residual stream, to which outputs are added, or to the outputs where a norm follows them.
+
+    Raises:
+        Failure: Outputs are not finite.
+    """
+    found = list[list[float]]()
+    with stage(job.progress, name, len(layers), "layer") as done:
+        for layer in layers:
+            before, seen = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
+            assert isinstance(before, Attention)
+            assert seen.sample is not None
+            assert seen.inverse_energy is not None
+            sample = seen.sample.spread(EXCERPT)
+            tokens = torch.tensor(evenly_spread(min(QUERIES, sample.context), sample.context), device=job.plan.runs_on)
+            outputs = (torch.cat([output_at(one, x, tokens) for x in sample.blocks]).double() for one in records(before, seen))
+            expected, norm = next(outputs), job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
+            scale = seen.inverse_energy
+            if norm is not None and norm.name in job.manifest.reader.infos:
+                scale = 1 / max(float(expected.square().sum(-1).mean()), _SILENT)
+            found.append([scale * float((one - expected).square().sum(-1).mean()) for one in outputs])
+            if not all(map(math.isfinite, found[-1])):
+                raise Failure(
+                    f"attention outputs of layer {layer} overflow on the calibration text",
+                    hint="the source's weights are extreme; does `convert eval` of it work?",
+                )
+            done(1)
+    return found

@@ -283,13 +283,9 @@ def is_matrix(model: Any, name: str) -> bool:
 def _require_tracker(name: str) -> None:
     """Refuse a tracker that transformers does not know, or whose package is not installed."""
     from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    if name not in INTEGRATION_TO_CALLBACK:
-        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-        raise Refusal(f"transformers knows no tracker {name!r}", hint=f"choose one of {known}")
-    if name not in get_available_reporting_integrations():
-        raise Refusal(f"the package of the tracker {name} is not installed", hint=f"pip install {name}")
+    if name not in (there := get_available_reporting_integrations()):
+        raise Refusal(f"transformers finds no tracker {name!r}, only {', '.join(there) or 'none'}", hint=f"pip install {name}")
 
 
 def _named_teacher(converted: Source) -> str:

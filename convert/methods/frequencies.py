@@ -3,9 +3,11 @@
 Pure functions of sizes and of the losses that were measured per layer; no weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+_TRIED = 6  # frequencies on either side
 
 
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
@@ -21,9 +23,37 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
     Returns:
         `count` frequencies, ascending, one for each component.
     """
+    return tuple(sorted(_ranked(losses)[:count]))
+
+
+def _ranked(losses: Sequence[torch.Tensor]) -> list[int]:
+    """The frequencies of all components, the costliest first."""
     total = torch.stack(list(losses)).sum(0)
-    chosen = total.flatten().argsort(descending=True, stable=True)[:count] // total.shape[1]
-    return tuple(sorted(chosen.tolist()))
+    return (total.flatten().argsort(descending=True, stable=True) // total.shape[1]).tolist()
+
+
+def pairs_by_trial(
+    losses: Sequence[torch.Tensor], count: int, errors: Callable[[list[list[int]]], list[float]]
+) -> tuple[int, ...]:
+    """As `pairs_by_loss`, with some frequencies exchanged where outputs then lose less.
+
+    Losses are of logits, one frequency at a time, and blind to what the softmax makes of them. So the close ones are tried:
+    without each of the last that are kept, and with each of the next. The largest gains then replace the smallest losses.
+
+    Args:
+        losses: As of `pairs_by_loss`.
+        count: P/2.
+        errors: Maps choices to what outputs lose.
+    """
+    ranked = _ranked(losses)
+    kept, tried = ranked[:count], min(_TRIED, count - 1, len(ranked) - count)
+    places, others = range(count - tried, count), ranked[count : count + tried]
+    whole, *changed = errors([kept, *(kept[:i] + kept[i + 1 :] for i in places), *([*kept, pair] for pair in others)])
+    costs = sorted((lost - whole, place) for lost, place in zip(changed[:tried], places, strict=True))
+    gains = sorted(((whole - lost, pair) for lost, pair in zip(changed[tried:], others, strict=True)), reverse=True)
+    for (cost, place), (gain, pair) in zip(costs, gains, strict=True):
+        kept[place] = pair if gain > cost else kept[place]
+    return tuple(sorted(kept))
 
 
 def pairs_on_ladder(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ components lose their rotation and share a latent with the values.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,12 +48,15 @@ class LatentMethod(Method):
         measure: `(attention, statistics) -> [L, G]`, what not rotating each component costs a layer with RoPE; or None.
         allocate: `(results of measure, P/2, allocation without pairs) -> pairs`.
         factor: `(attention, allocation, statistics) -> latent attention`.
+        rotating: `(attention, statistics) -> (pairs -> latent attention)`, in which nothing but the rotation of other
+            frequencies is lost, to try choices of them; or None.
     """
 
     folds: bool
     measure: Callable[[Attention, Statistics], torch.Tensor] | None
     allocate: Callable[[list[torch.Tensor], int, Allocation], tuple[int, ...]]
     factor: Callable[[Attention, Allocation, Statistics], FactoredAttention]
+    rotating: Callable[[Attention, Statistics], Callable[[Sequence[int]], FactoredAttention]] | None = None
 
 
 def keys_of(attention: Attention, fold: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,7 +99,6 @@ class Statistics:
         inverse_energy: E_t[1 / |h_t|²] over the sample, with h the residual stream that the layer reads; None without text.
         queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
             values of a token, or its latent and its RoPE key, in all moments, and E is their number. None where queries read x.
-        copying: `[H]`, mean attention to the token that followed when the last tokens stood before; None without text.
     """
 
     second: torch.Tensor
@@ -109,7 +108,6 @@ class Statistics:
     sample: Blocks | None = None
     inverse_energy: float | None = None
     queries: torch.Tensor | None = None
-    copying: torch.Tensor | None = None
 
     @classmethod
     def assumed(cls, width: int, gain: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Statistics:

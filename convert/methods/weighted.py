@@ -21,7 +21,7 @@ of E × E, one QR of (H + G) D × R and the attention of the sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,6 @@ from convert.methods.statistics import EXCERPT, Attended, Statistics
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_COPYING = 3.0  # weight of `copying`: with 5, the real model lost 0.012 nats more, and less in far copies
 _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exact
 
 
@@ -70,11 +69,23 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
 
 def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[RopePart, torch.Tensor]:
     """The rotary part, and the nope keys for the remainder, `[H, D, E + 1]`."""
-    repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
-        return no_rope_part(attention, allocation), rows.repeat_interleave(repeats, 0)
-    rope, rest = RopeKeys.of(attention, statistics).split(allocation.pairs)
-    return rope, torch.cat((rest, rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)), 1)
+        repeats = attention.q.shape[0] // attention.num_kv_heads
+        return no_rope_part(attention, allocation), augmented(attention.k, attention.k_bias).repeat_interleave(repeats, 0)
+    return RopeKeys.of(attention, statistics).split(allocation.pairs)
+
+
+def rotating(attention: Attention, statistics: Statistics) -> Callable[[Sequence[int]], FactoredAttention]:
+    """Maps frequencies to the attention in which they alone rotate: its latent is the layer's input, and loses nothing."""
+    keys = RopeKeys.of(attention, statistics.shrunk(attention.projections))
+    values, inputs = keys.per_query_head(attention.v.float()), torch.eye(attention.v.shape[-1]).to(attention.v.device)
+
+    def made(pairs: Sequence[int]) -> FactoredAttention:
+        whole = Allocation(len(inputs), tuple(sorted(pairs)))
+        rope, rest = keys.split(whole.pairs)
+        return latent_attention(attention, whole, rope, inputs, rest[..., :-1].float(), values, None)
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,6 @@ class RopeKeys:
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
         importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
-        copying: `[H]`, as of `Statistics`; zeros without text.
     """
 
     attention: Attention
@@ -97,7 +107,6 @@ class RopeKeys:
     w: torch.Tensor
     importance: torch.Tensor
     mass: torch.Tensor
-    copying: torch.Tensor
 
     @classmethod
     def of(cls, attention: Attention, statistics: Statistics) -> RopeKeys:
@@ -109,8 +118,7 @@ class RopeKeys:
         importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
-        copying = power.real.new_zeros(len(power)) if statistics.copying is None else statistics.copying
-        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics), copying)
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics))
 
     @cached_property
     def phase(self) -> torch.Tensor:
@@ -131,21 +139,19 @@ class RopeKeys:
         """Weighted complex principal components at each frequency, those that lose most without RoPE first.
 
         Returns:
-            `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²) (1 + c copying_h), as a share of the sum of all with c = 0: the squared
-            logit error of not rotating each component, where heads that copy count more; `[L, G, G]`, coefficients of KV heads
-            (rows) in components (columns); and the components, `[L, G, E + 1]`.
+            `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²), as a share of the sum of all: the squared logit error of not rotating
+            each component; `[L, G, G]`, coefficients of KV heads (rows) in components (columns); and these, `[L, G, E + 1]`.
         """
         power = self.importance.square().unflatten(0, (-1, self.repeats))
         importance = power.sum(1).sqrt().T  # [L, G]
         away_from_one = (1 - self.phase.abs().square()).clamp_min(0).unflatten(0, (-1, self.repeats))
-        weight = 1 + _COPYING * self.copying.unflatten(0, (-1, self.repeats))[..., None]
-        away, urgent = (((power * part).sum(1) / power.sum(1)).T for part in (away_from_one, weight * away_from_one))
+        away = ((power * away_from_one).sum(1) / power.sum(1)).T
         weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (self.z, self.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
-        plain, lost = ((u.abs().square() * part[..., None]).sum(1) * energy.clamp_min(0) for part in (away, urgent))
-        lost = lost / plain.sum().clamp_min(torch.finfo(lost.dtype).tiny)
+        lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)
+        lost = lost / lost.sum().clamp_min(torch.finfo(lost.dtype).tiny)
         order = lost.argsort(dim=1, descending=True, stable=True)
         u = u.gather(2, order[:, None].expand_as(u))
         return lost.gather(1, order), u / importance[..., None], u.mH @ weighted
@@ -160,9 +166,8 @@ class RopeKeys:
         return self.per_query_head(coefficients), components[list(pairs), parts]
 
     def split(self, pairs: tuple[int, ...]) -> tuple[RopePart, torch.Tensor]:
-        """The rotary part of the kept components, and the nope keys of each query head for the remainder, `[H, 2 L, E + 1]`.
-
-        They are zeros where only rounding remains.
+        """The rotary part of the kept components; and the nope keys of each query head `[H, D, E + 1]`, first those for the
+        remainder, which are zeros where only rounding remains.
         """
         rotary, (coefficients, shared) = rotary_of(self.attention), self.kept(pairs)
         kept = rotary.select(pairs, "interleaved")
@@ -171,7 +176,8 @@ class RopeKeys:
         whole = self.phase[..., None] * self.per_query_head(self.z)
         left = whole - (self.phase[:, list(pairs)][:, None] * coefficients) @ shared
         rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
-        return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left)
+        nope = self.per_query_head(augmented(self.attention.k, self.attention.k_bias)[:, rotary.dims :])
+        return rope, rotary.from_complex(torch.zeros_like(left) if rounding else left, nope)
 
 
 def _latent(
@@ -251,5 +257,5 @@ def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> t
 
 
 METHOD = LatentMethod(
-    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, measure, allocate, factor
+    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, measure, allocate, factor, rotating
 )

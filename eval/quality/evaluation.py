@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -55,11 +55,7 @@ def report_of(
     """
     protocols, tokens = prepare(sources, text, settings)
     said = remarks(sources, text, settings.max_tokens, tokens)
-
-    @cache
-    def within(count: int) -> Tokens:
-        return tokens_of(sources[0], text, count)
-
+    within = cache(partial(tokens_of, sources[0], text))
     rows = _rows(sources, settings.cache_dtypes)
     said += [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(sources) :]]
     for row in rows:  # what files can make fail comes before the long part

@@ -111,7 +111,8 @@ def _is_source(source: Source, made: Mapping[str, Any]) -> bool:
 
 def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, tokens: Tokens) -> str:
     """That a model's own tokenizer does not make these tokens, which are the first one's, of the text; "" if it does."""
-    if not source.tokenizer_files or _hashes(source) == _hashes(first):
+    own_files, files = ({file.name: checksum(file) for file in one.tokenizer_files} for one in (source, first))
+    if not own_files or own_files == files:
         return ""
     try:
         own = tokens_of(source, text, count)
@@ -120,10 +121,6 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
     if (own.hash, own.bos) == (tokens.hash, tokens.bos):
         return ""
     return f"has another tokenizer than {first.name}, which makes other tokens of this text: its figures mean nothing"
-
-
-def _hashes(source: Source) -> dict[str, str]:
-    return {file.name: checksum(file) for file in source.tokenizer_files}
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:

@@ -116,9 +116,9 @@ def to_html(report: Report) -> str:
     )
 
 
-def write(report: Report, directory: Path) -> dict[str, Path]:
-    """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
-    return write_pages(dict(zip(NAMES, (to_json(report), to_markdown(report), to_html(report)), strict=True)), directory)
+def write(report: Report, directory: Path) -> None:
+    """Write report.json, report.md and report.html, each completely or not at all."""
+    write_pages(dict(zip(NAMES, (to_json(report), to_markdown(report), to_html(report)), strict=True)), directory)
 
 
 def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None:
@@ -134,12 +134,11 @@ def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None
         raise Refusal(f"{directory / there[0]} exists", hint="give --overwrite, or another --output")
 
 
-def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:
-    """Write each of `pages`, text by file name, completely or not at all; return their paths by name."""
+def write_pages(pages: dict[str, str], directory: Path) -> None:
+    """Write each of `pages`, text by file name, completely or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         write_whole(directory / name, text.encode())
-    return {name: directory / name for name in pages}
 
 
 class Section(NamedTuple):

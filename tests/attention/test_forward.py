@@ -7,7 +7,7 @@ import torch
 from records import block_of, blocks_of, factored, factored_behind_norms, inputs, loss, record, run
 
 from attention.formats import FORMATS
-from attention.forward import Block, attention_output, attention_received, heads_of, output_error, values_of
+from attention.forward import Block, attention_output, attention_received, heads_of, output_at, output_error, values_of
 from attention.qk_norm import QKNorm
 from attention.record import Attention, Record, Scoring
 from attention.rope import Rotary
@@ -85,6 +85,13 @@ def test_outputs_are_the_references(case: str) -> None:
         found = attention_output(a, blocks_of(x))
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_outputs_of_some_tokens_are_those_of_all(case: str) -> None:
+    a, block = RECORDS[case], block_of(inputs(20)[0])
+    tokens = torch.tensor([0, 3, len(block) - 1])
+    torch.testing.assert_close(output_at(a, block, tokens), attention_output(a, [block])[tokens], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 23])

@@ -154,7 +154,7 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(
 def test_a_sweep_returns_its_plans_and_report(
     shelf: Make, letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listener, made, out = Listener(), list[str](), tmp_path / "out"
+    listener, out = Listener(), tmp_path / "out"
     wanted: dict[str, Any] = {"groups": [2], "mla": [(16, 8), "50%"], "methods": ["mean", "svd"], "evaluate": letters}
     planned = sweep(shelf(), out, **wanted, dry_run=True)
     names = ["gqa-2-mean", "mla-16+8-svd", "mla-50%-svd"]
@@ -162,10 +162,8 @@ def test_a_sweep_returns_its_plans_and_report(
     assert [facts["output"] for facts in planned.as_dict()] == [str(out / name) for name in names]
     assert "would be written to" in str(planned)
     assert not out.exists()
-    done = sweep(
-        shelf(), out, **wanted, max_tokens=256, progress=listener, made=lambda plan: made.append(plan.output.path.name)
-    )
-    assert [plan.output.path.name for plan in done.plans] == made == names
+    done = sweep(shelf(), out, **wanted, max_tokens=256, progress=listener)
+    assert [plan.output.path.name for plan in done.plans] == names
     assert done.report == read(done.report_directory / "report.json") == done.as_dict()
     assert str(done) == (done.report_directory / "report.md").read_text()
     assert [stage for stage, _, _ in listener.stages()] == [

@@ -9,7 +9,7 @@ from streams import model_of, records_of, stream_of
 from tiny_mla import tokens
 
 from attention.spec import AttentionSpec
-from convert.calibration.refine import _energies, _shuffled, refined
+from convert.calibration.refine import _relative, _shuffled, refined
 from convert.families import FAMILIES
 
 
@@ -28,28 +28,24 @@ def test_steps_that_lead_away_are_not_taken(rate: float, taken: bool, tmp_path: 
     assert taken or errors["layer_error_refined"] == errors["layer_error"] > 0
 
 
-def error(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    found = _energies(missing, added, inputs, expected)
-    return found[0] / found[1]
-
-
 def test_every_token_counts_alike() -> None:
     """As behind a norm: a token of a thousand times the size has no more to say than another one."""
-    inputs, added, missing = (torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    inputs, added, error = (torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     large = torch.ones(2, 5, 1)
     large[:, 0] = 1000
-    found = error(missing, added, inputs, inputs + added)
-    torch.testing.assert_close(error(missing * large, added * large, inputs * large, (inputs + added) * large), found)
-    wrong = missing.clone()
+    expected = inputs + added
+    found = _relative(expected + error, inputs, expected)
+    torch.testing.assert_close(_relative((expected + error) * large, inputs * large, expected * large), found)
+    wrong = error.clone()
     wrong[:, 1:] *= 10
-    assert error(wrong * large, added * large, inputs * large, (inputs + added) * large) > 10 * found
+    assert _relative((expected + wrong) * large, inputs * large, expected * large) > 10 * found
 
 
 def test_a_layer_that_adds_nothing_is_compared_with_its_input() -> None:
     inputs, nothing = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
-    assert float(error(nothing, nothing, inputs, inputs)) == 0
-    assert torch.isfinite(error(inputs, nothing, inputs, inputs))
-    assert torch.isfinite(error(nothing, nothing, nothing, nothing))
+    assert float(_relative(inputs, inputs, inputs)) == 0
+    assert torch.isfinite(_relative(2 * inputs, inputs, inputs))
+    assert torch.isfinite(_relative(nothing, nothing, nothing))
 
 
 def test_blocks_come_in_random_order_again_and_again() -> None:

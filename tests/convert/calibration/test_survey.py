@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tiny_mla import tokens
 from attention.errors import Failure
 from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
-from convert.calibration.survey import Moments, _CopyingSums, _repetitions, survey
+from convert.calibration.survey import Moments, survey
 from convert.methods.statistics import Attended, Statistics
 from eval.inputs.sealed import Shelf
 
@@ -86,23 +85,6 @@ def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
     of_constant = attended(a, torch.nn.functional.pad(x, (0, 1), value=1))
     for name in ("seen", "within", "read"):
         torch.testing.assert_close(getattr(found, f"{name}_with_constant"), getattr(of_constant, name), rtol=1e-4, atol=1e-4)
-
-
-def test_heads_are_seen_to_copy() -> None:
-    """One that attends to what followed before, by one channel of position, and one that attends to the first token."""
-    tokens = [5, 6, 7, 8, 9, 1, 2, 5, 6, 7, 8, 9]
-    assert _repetitions(tokens) == [(10, 4), (11, 5)]
-    assert _repetitions(list(range(9))) == []
-    keys = torch.eye(12)
-    queries = torch.zeros(2, 12, 12)
-    queries[0, 10, 4] = queries[0, 11, 5] = queries[1, :, 0] = 50
-    heads = SimpleNamespace(
-        inputs=keys, scale=1.0, queries=queries, keys=keys[None], probabilities=lambda logits, rows: logits.softmax(-1)
-    )
-    sums = _CopyingSums(2, torch.device("cpu"))
-    torch.testing.assert_close(sums.mean(), torch.zeros(2).double())
-    sums.add(heads, tokens)
-    torch.testing.assert_close(sums.mean(), torch.tensor([1.0, 0.0]).double())
 
 
 def test_a_few_queries_speak_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_config
 
 from attention.rope import from_config
-from convert.methods.frequencies import pairs_by_loss, pairs_by_stride, pairs_on_ladder, shares
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride, pairs_by_trial, pairs_on_ladder, shares
 
 
 def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
@@ -31,6 +31,22 @@ def test_equals_are_taken_from_the_first_frequency_on() -> None:
     for count in range(7):
         assert pairs_by_loss([torch.ones(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
         assert pairs_by_loss([torch.zeros(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
+
+
+def test_what_is_close_is_tried() -> None:
+    """Errors add up here: frequency 3 is worth more than its logits say, and 1 less."""
+    worth = {0: 9.0, 1: 0.5, 2: 3.0, 3: 2.0, 4: 1.0, 5: 0.0}
+    table, asked = torch.tensor([6.0, 5.0, 4.0, 3.0, 2.0, 1.0])[:, None], []
+
+    def errors(choices: list[list[int]]) -> list[float]:
+        asked.extend(map(list, choices))
+        return [20 - sum(worth[pair] for pair in choice) for choice in choices]
+
+    assert pairs_by_loss([table], 3) == (0, 1, 2)
+    assert pairs_by_trial([table], 3, errors) == (0, 2, 3)
+    assert sorted(map(sorted, asked)) == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 2]]
+    assert pairs_by_trial([table], 1, errors) == (0,)
+    assert pairs_by_trial([table], 6, errors) == (0, 1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_what_to_know_of_the_figures_is_said(changes: dict[str, Any], without: d
 def test_a_number_that_is_not_finite_is_named_and_leaves_what_was_written(tmp_path: Path) -> None:
     report, directory = with_probes(a_report(3)), tmp_path / "deep" / "report"
     reports.write(a_report(2), directory)
-    paths = reports.write(report, directory)  # over an older one
-    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html")}
+    reports.write(report, directory)  # over an older one
+    paths = {name: directory / name for name in ("report.json", "report.md", "report.html")}
     assert sorted(directory.iterdir()) == sorted(paths.values())
     before = {path: path.read_bytes() for path in paths.values()}
     assert json.loads(before[paths["report.json"]]) == report
