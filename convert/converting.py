@@ -66,10 +66,8 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
                 write_own_text(work.path, text.own)
         statistics = work.steps
         if shared and text:
-            seen, behind = text.surveyed(), ["behind norms"] if plan.reads_projections else []
-            statistics = _shared(
-                inputs, shared, seen.tokens.hash, seen.calibration.context, seen.calibration.retrieval_limit, *behind
-            )
+            seen, how, behind = text.surveyed(), text.calibration, ["behind norms"] if plan.reads_projections else []
+            statistics = _shared(inputs, shared, seen.tokens.hash, how.context, how.retrieval_limit, *behind)
         job = Job(plan, manifest, work, text, progress, statistics)
         with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)

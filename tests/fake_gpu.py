@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention.rope import Rotary
+from convert.methods.blocks import Blocks
 
 GPU = torch.device("cuda", 0)
 # What is said of a meeting of devices, which depends on the operation and on torch's version.
@@ -61,9 +62,11 @@ def to_gpu(value: Any, device: torch.device = GPU) -> Any:
 
 
 def devices(value: Any) -> set[str]:
-    """Where the tensors of a record, a list or a mapping lie, but for rotary frequencies."""
+    """Where the tensors of a record, a list or a mapping lie, but for rotary frequencies and positions."""
     if isinstance(value, torch.Tensor):
         return {value.device.type}
+    if isinstance(value, Blocks):
+        return devices(value.rows)
     if isinstance(value, Mapping):
         return devices(list(value.values()))
     if isinstance(value, list | tuple):

@@ -1,5 +1,7 @@
 """The config of `modeling_kvfold.py`: that of a stock class, and what its attention became."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig

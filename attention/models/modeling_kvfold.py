@@ -8,6 +8,8 @@ This file and `configuration_kvfold.py` are all that such a checkpoint needs: kv
 `trust_remote_code=True`. They import nothing else of kvfold.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

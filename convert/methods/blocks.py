@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -49,7 +49,7 @@ class Blocks:
         return self.of(spread_blocks(tokens, len(self.rows), self.context))
 
     def to(self, device: torch.device) -> Blocks:
-        return replace(self, rows=self.rows.to(device))
+        return Blocks(self.rows.to(device), self.positions)
 
     def parted(self) -> tuple[list[int], list[int]]:
         """Blocks to fit on, and others to judge by: an eighth of those that skip, and of the rest. A single one does both."""

@@ -89,7 +89,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     """
     runs, cases = check(sources, settings)
     device = compute_device(settings.device)
-    setup = hardware(device)  # includes the load before the first round
+    setup = hardware(device) | {"rounds": settings.rounds, "steps": settings.steps}  # with the load before the first round
     _require_memory(runs, cases, device)
     found: list[dict[str, Any]] = []
     with stage(progress, "bench", len(runs) * len(cases) * settings.rounds, "round") as done:
@@ -99,8 +99,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()  # does nothing without a GPU
-    asked = {"rounds": settings.rounds, "steps": settings.steps}
-    return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
+    return {"kvfold": version("kvfold"), "setup": setup, "models": found}
 
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:
@@ -228,8 +227,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     cases = zip(*([(model, row) for row in model["cases"]] for model in report["models"]), strict=True)
     rows = [_cells(model, row) for case in cases for model, row in case]
     columns = len(_HEADER) if any(row[_PEAK] for row in rows) else _PEAK
-    right = [column for column in _NUMBERS if column < columns]
-    shown = table(_HEADER[:columns], [row[:columns] for row in rows], right)
+    shown = table(_HEADER[:columns], [row[:columns] for row in rows], _NUMBERS)
     return "\n\n".join([shown, *map(markdown, _lines(report))]) + "\n"
 
 
