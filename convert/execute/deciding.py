@@ -6,7 +6,8 @@ A choice is a value that is passed on. Its copy in the work directory only serve
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 
 import torch
 
@@ -16,7 +17,7 @@ from attention.forward import output_at
 from attention.record import Attention, Record
 from attention.spread import evenly_spread
 from convert.calibration.stream import LayerStream
-from convert.calibration.survey import QUERIES, survey
+from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
 from convert.methods.frequencies import pairs_by_trial
@@ -29,20 +30,21 @@ from eval.inputs.sealed import Shelf
 from eval.terminal.progress import stage
 
 _SILENT = 1e-30  # the energy of an output that is nothing
+_EVERY = 8  # one token of so many is looked at
 
 StatisticsOf = Callable[[int], Statistics]
-Records = Callable[[Attention, Statistics], Iterator[Record]]
+Changed = Callable[[Attention, Statistics], Iterator[Record]]
+Rotating = Callable[[Attention, Statistics], Callable[[Sequence[int]], Record]]
 
 
 def surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
     """Maps a layer to its statistics on the text, which are surveyed when they are first asked for."""
-    seen = text.surveyed()
 
     @cache
     def found() -> StatisticsOf:
         spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
         model, paths = empty_model(job.plan.source.config), job.plan.family
-        stream = LayerStream(model, paths, job.manifest.reader, seen.blocks, spool, job.plan.runs_on)
+        stream = LayerStream(model, paths, job.manifest.reader, text.surveyed().blocks, spool, job.plan.runs_on)
         return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
 
     return lambda layer: found()(layer)
@@ -64,46 +66,39 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
             for layer in layers:
                 measured.append(method.measure(job.read_layer(layer)[1], statistics(layer)).cpu())
                 done(1)
-    pairs = method.allocate(measured, count, allocation) if count else ()
-    if count and method.rotating is not None and job.text and job.shows_attention and not allocation.ladder:
-        rotating, every = method.rotating, range(len(job.plan.rotary.frequencies))
-
-        def errors(choices: list[list[int]]) -> list[float]:
-            def records(before: Attention, seen: Statistics) -> Iterator[Record]:
-                return map(rotating(before, seen), ([*every] * len(before.k), *choices))
-
-            lost = _losses(job, "try frequencies", layers, statistics, records)
-            return [math.fsum(of_layers) for of_layers in zip(*lost, strict=True)]
-
-        pairs = pairs_by_trial(measured, count, errors)
+    if count and method.rotating is not None and job.shows_attention and not allocation.ladder:
+        pairs = pairs_by_trial(measured, count, partial(_errors, job, layers, statistics, method.rotating))
+    else:
+        pairs = method.allocate(measured, count, allocation) if count else ()
     ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
     job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
     return Choice(pairs, ranks)
+
+
+def _errors(job: Job, layers: list[int], seen: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:
+    """What attentions lose with each choice of frequencies, summed over layers."""
+    lost = _losses(job, "try frequencies", layers, seen, lambda *layer: map(rotating(*layer), choices))
+    return [math.fsum(of_layers) for of_layers in zip(*lost, strict=True)]
 
 
 def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
     """A rank for each layer, by what its attention loses."""
     tried, layers = measured_ranks(target.ranks), target.spec.num_layers
 
-    def records(before: Attention, seen: Statistics) -> Iterator[Record]:
-        yield before
-        yield from (target.method.factor(before, replace(allocation, rank=rank), seen) for rank in tried)
+    def at_ranks(before: Attention, seen: Statistics) -> Iterator[Record]:
+        return (target.method.factor(before, replace(allocation, rank=rank), seen) for rank in tried)
 
-    costs = [interpolated(tried, lost, target.ranks) for lost in _losses(job, "rank", range(layers), statistics, records)]
+    costs = [interpolated(tried, lost, target.ranks) for lost in _losses(job, "rank", range(layers), statistics, at_ranks)]
     form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
     prices, mean = [form.row_bytes(rank, "latent") for rank in target.ranks], target.spec.kv_lora_rank or 0
-    context = job.plan.context
-    tokens = target.spec.tokens_held(context) if target.spec.is_cut(context) else [1] * layers
+    tokens = target.spec.tokens_held(job.plan.context) if target.spec.is_cut(job.plan.context) else [1] * layers
     return shared_out(costs, target.ranks, prices, sum(tokens) * form.row_bytes(mean, "latent"), tokens)
 
 
-def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf, records: Records) -> list[list[float]]:
-    """For each layer what its outputs lose with each of its `records` but the first, at some tokens of the sample.
+def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf, changed: Changed) -> list[list[float]]:
+    """For each layer what its outputs lose with each of the records that `changed` makes of it, at some tokens of the sample.
 
     Squared errors are relative to the residual stream, to which outputs are added, or to the outputs where a norm follows them.
-
-    Raises:
-        Failure: Outputs are not finite.
     """
     found = list[list[float]]()
     with stage(job.progress, name, len(layers), "layer") as done:
@@ -113,8 +108,9 @@ def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf
             assert seen.sample is not None
             assert seen.inverse_energy is not None
             sample = seen.sample.spread(EXCERPT)
-            tokens = torch.tensor(evenly_spread(min(QUERIES, sample.context), sample.context), device=job.plan.runs_on)
-            outputs = (torch.cat([output_at(one, x, tokens) for x in sample.blocks]).double() for one in records(before, seen))
+            tokens = torch.tensor(evenly_spread(-(-sample.context // _EVERY), sample.context), device=job.plan.runs_on)
+            records = chain([before], changed(before, seen))
+            outputs = (torch.cat([output_at(one, x, tokens) for x in sample.blocks]).double() for one in records)
             expected, norm = next(outputs), job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
             scale = seen.inverse_energy
             if norm is not None and norm.name in job.manifest.reader.infos:
@@ -122,7 +118,7 @@ def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf
             found.append([scale * float((one - expected).square().sum(-1).mean()) for one in outputs])
             if not all(map(math.isfinite, found[-1])):
                 raise Failure(
-                    f"attention outputs of layer {layer} overflow on the calibration text",
+                    f"attention outputs of layer {layer} overflow on the calibration text ({name}): they lose {found[-1]}",
                     hint="the source's weights are extreme; does `convert eval` of it work?",
                 )
             done(1)

@@ -1,6 +1,6 @@
 """Which frequencies stay rotary, decided for all layers together.
 
-Pure functions of sizes and of the losses that were measured per layer; no weights.
+Functions of sizes and of what was measured for each layer; no weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,11 @@ def _ranked(losses: Sequence[torch.Tensor]) -> list[int]:
 def pairs_by_trial(
     losses: Sequence[torch.Tensor], count: int, errors: Callable[[list[list[int]]], list[float]]
 ) -> tuple[int, ...]:
-    """As `pairs_by_loss`, with some frequencies exchanged where outputs then lose less.
+    """As `pairs_by_loss`, with some frequencies exchanged by what outputs lose.
 
     Losses are of logits, one frequency at a time, and blind to what the softmax makes of them. So the close ones are tried:
-    without each of the last that are kept, and with each of the next. The largest gains then replace the smallest losses.
+    without one component of each of the last that are kept, and with one more of each of the next. As if these errors added
+    up, the largest gains replace the smallest costs.
 
     Args:
         losses: As of `pairs_by_loss`.
@@ -46,12 +47,14 @@ def pairs_by_trial(
         errors: Maps choices to what outputs lose.
     """
     ranked = _ranked(losses)
-    kept, tried = ranked[:count], min(_TRIED, count - 1, len(ranked) - count)
-    places, others = range(count - tried, count), ranked[count : count + tried]
+    kept, others = ranked[:count], [*dict.fromkeys(ranked[count:])][:_TRIED]
+    places = sorted({pair: place for place, pair in enumerate(kept)}.values())[-_TRIED:]  # of the last component of each
+    if count == 1 or not others:  # nothing rotates without the one, or nothing is left
+        return tuple(sorted(kept))
     whole, *changed = errors([kept, *(kept[:i] + kept[i + 1 :] for i in places), *([*kept, pair] for pair in others)])
-    costs = sorted((lost - whole, place) for lost, place in zip(changed[:tried], places, strict=True))
-    gains = sorted(((whole - lost, pair) for lost, pair in zip(changed[tried:], others, strict=True)), reverse=True)
-    for (cost, place), (gain, pair) in zip(costs, gains, strict=True):
+    costs = sorted((lost - whole, place) for lost, place in zip(changed, places, strict=False))
+    gains = sorted(((whole - lost, pair) for lost, pair in zip(changed[len(places) :], others, strict=True)), reverse=True)
+    for (cost, place), (gain, pair) in zip(costs, gains, strict=False):
         kept[place] = pair if gain > cost else kept[place]
     return tuple(sorted(kept))
 

@@ -43,7 +43,11 @@ _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exa
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
     statistics = statistics.shrunk(attention.projections).to(attention.k.device)
-    rope, rest = _rope_part(attention, allocation, statistics)
+    if attention.rotary is None:  # all keys go into the latent
+        repeats = attention.q.shape[0] // attention.num_kv_heads
+        rope, rest = no_rope_part(attention, allocation), augmented(attention.k, attention.k_bias).repeat_interleave(repeats, 0)
+    else:
+        rope, rest = RopeKeys.of(attention, statistics).split(allocation.pairs)
     factored, competing = _latent(attention, allocation, rope, rest, statistics)
     del rest  # one of the largest tensors here
     if statistics.sample is None or not competing:
@@ -67,25 +71,24 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     return best[1]
 
 
-def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[RopePart, torch.Tensor]:
-    """The rotary part, and the nope keys for the remainder, `[H, D, E + 1]`."""
-    if attention.rotary is None:  # all keys go into the latent
-        repeats = attention.q.shape[0] // attention.num_kv_heads
-        return no_rope_part(attention, allocation), augmented(attention.k, attention.k_bias).repeat_interleave(repeats, 0)
-    return RopeKeys.of(attention, statistics).split(allocation.pairs)
-
-
 def rotating(attention: Attention, statistics: Statistics) -> Callable[[Sequence[int]], FactoredAttention]:
     """Maps frequencies to the attention in which they alone rotate: its latent is the layer's input, and loses nothing."""
-    keys = RopeKeys.of(attention, statistics.shrunk(attention.projections))
+    keys = RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))
     values, inputs = keys.per_query_head(attention.v.float()), torch.eye(attention.v.shape[-1]).to(attention.v.device)
+    bias = _output_bias(attention, attention.v[..., 0] * 0 if attention.v_bias is None else attention.v_bias)
 
     def made(pairs: Sequence[int]) -> FactoredAttention:
         whole = Allocation(len(inputs), tuple(sorted(pairs)))
         rope, rest = keys.split(whole.pairs)
-        return latent_attention(attention, whole, rope, inputs, rest[..., :-1].float(), values, None)
+        return latent_attention(attention, whole, rope, inputs, rest[..., :-1].float(), values, bias)
 
     return made
+
+
+def _output_bias(a: Attention, constant: torch.Tensor) -> torch.Tensor:
+    """`[E]`, the output's bias with what a `constant [G, D]` of all values puts out."""
+    bias = torch.einsum("ehd,hd->e", a.o.double(), constant.double().repeat_interleave(len(a.q) // len(constant), 0))
+    return (bias if a.o_bias is None else bias + a.o_bias.double()).float()
 
 
 @dataclass(frozen=True)
@@ -214,10 +217,8 @@ def _latent(
         up_v = unweigh_values @ _regressed(values, of_values, down, attended.read_covariance, noise)
         dropped = (a.v.double() - up_v @ down) @ attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
-        bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(repeats, 0))
-        bias = bias if a.o_bias is None else bias + a.o_bias.double()
         up_k, up_v = unweigh_keys @ of_keys, up_v.repeat_interleave(repeats, 0)
-        return latent_attention(a, allocation, rope, down.float(), up_k.float(), up_v.float(), bias.float())
+        return latent_attention(a, allocation, rope, down.float(), up_k.float(), up_v.float(), _output_bias(a, constant))
 
     return factored, competing
 

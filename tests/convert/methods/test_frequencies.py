@@ -44,9 +44,16 @@ def test_what_is_close_is_tried() -> None:
 
     assert pairs_by_loss([table], 3) == (0, 1, 2)
     assert pairs_by_trial([table], 3, errors) == (0, 2, 3)
-    assert sorted(map(sorted, asked)) == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 2]]
+    assert sorted(map(sorted, asked)) == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5], [0, 2], [1, 2]]
+    asked.clear()
     assert pairs_by_trial([table], 1, errors) == (0,)
     assert pairs_by_trial([table], 6, errors) == (0, 1, 2, 3, 4, 5)
+    assert not asked, "there is nothing to try"
+    both = torch.tensor([[6.0, 5.0], [4.0, 3.0], [2.0, 1.0]])
+    assert pairs_by_trial([both], 3, errors) == (0, 0, 2)
+    assert [sorted(choice) for choice in asked] == [[0, 0, 1], [0, 1], [0, 0], [0, 0, 1, 1], [0, 0, 1, 2]], (
+        "components, one each"
+    )
 
 
 @pytest.mark.parametrize(
