@@ -75,7 +75,7 @@ class Bars:
 
 
 class _Handler(logging.Handler):
-    """Prints warnings as lines on stderr."""
+    """Prints what the library logs as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)

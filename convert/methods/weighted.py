@@ -1,9 +1,9 @@
 """`weighted`: MLA that keeps what logits and outputs depend on, as measured on calibration text.
 
-Rope keys: the weighted complex principal components that lose most without RoPE. Head h's number l, z_{h,l}·x, rotates with
-θ_l. At each frequency the numbers of all KV heads are combinations of components, one key y_m(x) each; those that lose most
-without RoPE stay rotary, and queries absorb conj(s) of z_{h,l} = Σ_m s_{h,l,m} y_m. The remainder does not rotate; the best
-nope key for it is its mean over the distances at which head h attends, φ_{h,l} (z_{h,l} − Σ_m s_{h,l,m} y_m) with
+Rope keys: weighted complex principal components. Head h's number l, z_{h,l}·x, rotates with θ_l. At each frequency the numbers
+of all KV heads are combinations of components, one key y_m(x) each. Those whose logits lose most without RoPE stay rotary, some
+exchanged by trial, and queries absorb conj(s) of z_{h,l} = Σ_m s_{h,l,m} y_m. The remainder does not rotate; the best nope key
+for it is its mean over the distances at which head h attends, φ_{h,l} (z_{h,l} − Σ_m s_{h,l,m} y_m) with
 φ_{h,l} = E e^{iθ_l (s − t)}. What rotates is exact at every distance.
 
 Nope keys share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and values by

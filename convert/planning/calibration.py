@@ -36,7 +36,7 @@ class CalibrationOptions:
 
     Attributes:
         texts: None for no text.
-        tokens: How many tokens to use, in blocks spread evenly over each text.
+        tokens: How many tokens to use, in blocks spread evenly over the start of each text (`eval.inputs.text.reach`).
         context: Tokens per block.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.

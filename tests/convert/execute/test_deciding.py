@@ -1,15 +1,19 @@
 """What is decided for all layers together, and when queries are refitted."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from records import factored as factored_record
 from records import inputs, measured, record
 from written import Convert, Make, ok, read
 
 from attention.formats import FORMATS
+from convert import mla
+from convert.execute import deciding
 from convert.execute import job as module
 
 
@@ -44,3 +48,22 @@ def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitt
     after = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)))
     assert seen == [FORMATS.get(fitted_to or "")]
     assert after.rounding is FORMATS[form]
+
+
+def test_frequencies_are_tried_on_all_layers(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What outputs lose falls with the frequencies that rotate, to nothing with all; what the trial chooses stays."""
+    tried = []
+
+    def trial(losses: list[torch.Tensor], count: int, errors: Callable[[list[list[int]]], list[float]]) -> tuple[int, ...]:
+        tried.append((len(losses), count, errors([[], [0], [0, 0], 4 * [0, 1, 2, 3]])))
+        return (1, 3)
+
+    monkeypatch.setattr(deciding, "pairs_by_trial", trial)
+    given: dict[str, Any] = {"kv_lora_rank": 24, "qk_rope_head_dim": 4, "text": ["ab" * 300, "d e f" * 100], "heal": 0}
+    done = mla(checkpoint("qwen2"), tmp_path / "out", **given, force=True)
+    ((layers, count, (none, one, two, every)),) = tried
+    assert (layers, count) == (3, 2)
+    assert none > one > two > 1e3 * every
+    assert done.provenance["rotary_frequencies"] == [1, 3]
+    mla(checkpoint(), tmp_path / "ladder", **given, portable=True, force=True)
+    assert len(tried) == 1, "a ladder is chosen as a whole"
