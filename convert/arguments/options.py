@@ -113,7 +113,7 @@ class Calibrating(TypedDict, total=False):
     no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
     calibration_tokens: Annotated[
         int | str | None,
-        _count("Calibrate on N tokens of the text's first 524288, or first N.", "32768; 65536 where MODEL writes a part of it"),
+        _count("Calibrate on N tokens of the text's first 524288 (or N).", "32768; 65536 where MODEL writes a part of it"),
     ]
     calibration_context: Annotated[
         int | str | None,

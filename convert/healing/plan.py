@@ -285,7 +285,7 @@ def _require_tracker(name: str) -> None:
     from transformers.integrations import get_available_reporting_integrations
 
     if name not in (there := get_available_reporting_integrations()):
-        raise Refusal(f"transformers finds no tracker {name!r}, only {', '.join(there) or 'none'}", hint="install its package")
+        raise Refusal(f"no tracker {name!r} is installed, but {', '.join(there) or 'none'}", hint="install its package")
 
 
 def _named_teacher(converted: Source) -> str:
