@@ -176,9 +176,7 @@ class Writing(TypedDict, Generic[Dry], total=False):
 class Publishing(TypedDict, total=False):
     """Whether the result is of use."""
 
-    force: Annotated[
-        bool, Option("Publish the result, however much it loses, or if it is no more than a copy of MODEL.", consent=True)
-    ]
+    force: Annotated[bool, Option("Publish the result, however much it loses, or if it only copies MODEL.", consent=True)]
     evaluate: Annotated[OneText | None, _EVALUATE]
 
 

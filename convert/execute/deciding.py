@@ -76,13 +76,13 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
 
 
 def _errors(job: Job, layers: list[int], seen: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:
-    """What attentions lose with each choice of frequencies, summed over layers."""
+    """Sum over layers what outputs lose with each choice of frequencies."""
     lost = _losses(job, "try frequencies", layers, seen, lambda *layer: map(rotating(*layer), choices))
     return [math.fsum(of_layers) for of_layers in zip(*lost, strict=True)]
 
 
 def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
-    """A rank for each layer, by what its attention loses."""
+    """Choose a rank for each layer, by what its outputs lose."""
     tried, layers = measured_ranks(target.ranks), target.spec.num_layers
 
     def at_ranks(before: Attention, seen: Statistics) -> Iterator[Record]:
@@ -96,7 +96,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
 
 
 def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf, changed: Changed) -> list[list[float]]:
-    """For each layer what its outputs lose with each of the records that `changed` makes of it, at some tokens of the sample.
+    """Measure what each layer's outputs lose with each record that `changed` makes of it, at some tokens of the sample.
 
     Squared errors are relative to the residual stream, to which outputs are added, or to the outputs where a norm follows them.
     """

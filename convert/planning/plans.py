@@ -9,25 +9,22 @@ from attention.errors import Refusal
 from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families.reading import require_proved
-from convert.hosts import HOSTS, PORTABLE
-from convert.hosts.engines import engine_of
+from convert.hosts import HOSTS, PORTABLE, Host
+from convert.hosts.engines import Engine, engine_of
 from convert.methods import GROUPED, load_grouped
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
 from convert.planning.allowed import convertible, host_of, require_held, require_served, require_stored, unfit
 from convert.planning.base import Plan, Request
 from convert.planning.budget import smallest_latent
-from convert.planning.calibration import calibration_for, with_own_text
+from convert.planning.calibration import CalibrationOptions, calibration_for, with_own_text
 from convert.planning.sizes import AUTO, LatentSize, Sizing
 from convert.planning.targets import GroupedTarget
 
 if TYPE_CHECKING:
     from convert.families import Family
-    from convert.hosts import Host
-    from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
-    from convert.planning.calibration import CalibrationOptions
 
 
 def plan_grouped(
