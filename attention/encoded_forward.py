@@ -39,7 +39,7 @@ class EncodedForward:
         require_cache(model, form)
         spec = AttentionSpec.from_config(model.config)
         spec.bytes_per_token(form.name)  # refuses sizes that the format does not take
-        self._windows, self._latent = spec.windows or (None,) * spec.num_layers, spec.kv_lora_rank is not None
+        self._windows, self._spec = spec.windows or (None,) * spec.num_layers, spec
         functools.update_wrapper(self, self.stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        cache.layers = [EncodedLayer(self.form, self._latent, window) for window in self._windows]
+        cache.layers = [EncodedLayer(self.form, self._spec.is_latent(i), window) for i, window in enumerate(self._windows)]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing
             cache.activate_past_recording()
@@ -162,7 +162,7 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
 def rounding_cache(form: Format, spec: AttentionSpec) -> DynamicCache:
     """The cache of a model with that attention, for texts that begin with the pass."""
     cache = DynamicCache()
-    cache.layers = [RoundedLayer(form, spec.kv_lora_rank is not None) for _ in range(spec.num_layers)]
+    cache.layers = [RoundedLayer(form, spec.is_latent(layer)) for layer in range(spec.num_layers)]
     cache.layer_class_to_replicate = None
     return cache
 

@@ -42,7 +42,7 @@ class Format:
             largest magnitude, and what is beyond becomes it. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
-        beside: The format of the RoPE key beside such a latent.
+        beside: The format of the RoPE key beside such a latent, and of heads in layers that have none.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Format:
 
     def of(self, part: Part) -> Format:
         """The format of a part of a cache in this one."""
-        return self.beside if part == "rope" and self.beside is not None else self
+        return self if part == "latent" or self.beside is None else self.beside
 
     def cut(self, size: int) -> list[tuple[Format, int]]:
         """The classes of a latent of that size, with their channels, multiples of 8 but for the last.

@@ -6,7 +6,7 @@ All code that prints, plans or checks these bytes uses it. It reads no weights a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,11 +62,12 @@ class AttentionSpec:
         kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
-        layer_ranks: R of each layer, where latents differ in it, in the bytes of `kv_lora_rank` for all; None if all have that.
         q_lora_rank: The rank of a latent of queries that an engine needs; None for the queries of the output class. Configs are
             not asked for it.
         windows: How many tokens each layer sees, itself included, where its cache keeps no others (sliding windows, and chunks
             of attention); None for a layer that keeps all, and None if all layers do.
+        kept: Layers that stay as the source has them. They cache keys and values of heads, and all else here is of the others.
+        kept_kv_heads: G of these layers; 0 if there are none.
     """
 
     num_layers: int
@@ -76,9 +77,10 @@ class AttentionSpec:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
     qk_nope_head_dim: int = 0
-    layer_ranks: tuple[int, ...] | None = None
     q_lora_rank: int | None = None
     windows: tuple[int | None, ...] | None = None
+    kept: tuple[int, ...] = ()
+    kept_kv_heads: int = 0
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -94,8 +96,9 @@ class AttentionSpec:
         Raises:
             Refusal: The config has no attention heads, its layers differ in them, or transformers makes no cache for it.
         """
-        # Any other class ignores that key.
-        ranks = config.kv_lora_ranks if models.provides(getattr(config, "model_type", "")) else None
+        # Any other class ignores these keys.
+        own = config if models.provides(getattr(config, "model_type", "")) else None
+        kept, shared = (own.kept_layers or (), own.shared_kv_heads) if own else ((), None)
         config = config.get_text_config(decoder=True)
         if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
             raise Refusal(f"model type {config.model_type!r} has layers that differ in {', '.join(varying)}")
@@ -104,11 +107,12 @@ class AttentionSpec:
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
         if rank := getattr(config, "kv_lora_rank", None):
             sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
-            layer_ranks = None if ranks is None else tuple(ranks)
-            found = cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes, layer_ranks)
+            found = cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes)
         else:
             found = cls.of_heads(config)
-        return replace(found, windows=_windows(config))
+            found = replace(found, num_kv_heads=shared or found.num_kv_heads)
+        found = replace(found, windows=_windows(config))
+        return found.keeping(kept, cls.of_heads(config).num_kv_heads) if kept else found
 
     @classmethod
     def of_heads(cls, config: Any) -> AttentionSpec:
@@ -129,20 +133,34 @@ class AttentionSpec:
 
     @property
     def kind(self) -> str:
-        """The kind: "MHA", "GQA-8" (with the number of KV heads), "MQA", "MLA-512+64" (rank and rotary dims), or
-        "MLA-256..768+64" where layers differ in their ranks.
+        """The kind: "MHA", "GQA-8" (with the number of KV heads), "MQA" or "MLA-512+64" (rank and rotary dims), and in how many
+        layers if some are kept.
         """
+        where = f" in {len(self.changed)} of {self.num_layers} layers" if self.kept else ""
         if self.kv_lora_rank is not None:
-            ranks = sorted({*self.ranks})
-            shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
-            return f"MLA-{shown}+{self.qk_rope_head_dim}"
+            return f"MLA-{self.kv_lora_rank}+{self.qk_rope_head_dim}{where}"
         if self.num_kv_heads == self.num_heads:
             return "MHA"
-        return "MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}"
+        return ("MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}") + where
 
-    def of_layer(self, layer: int) -> AttentionSpec:
-        """The same with the rank of that layer in all of them."""
-        return self if self.layer_ranks is None else replace(self, kv_lora_rank=self.layer_ranks[layer], layer_ranks=None)
+    def keeping(self, layers: Collection[int], kv_heads: int) -> AttentionSpec:
+        """The same with these layers as the source has them, with so many KV heads."""
+        return replace(self, kept=tuple(sorted(layers)), kept_kv_heads=kv_heads if layers else 0)
+
+    @property
+    def of_kept(self) -> AttentionSpec:
+        """The attention of layers that are kept, in all layers: the source's."""
+        sizes = self.num_layers, self.num_heads, self.kept_kv_heads, self.head_dim
+        return AttentionSpec(*sizes, windows=self.windows)
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """The layers that are not kept."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.kept)
+
+    def is_latent(self, layer: int) -> bool:
+        """Whether a layer caches a latent."""
+        return self.kv_lora_rank is not None and layer not in self.kept
 
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.
@@ -194,18 +212,9 @@ class AttentionSpec:
         )
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """R of each layer; empty without a latent."""
-        if self.kv_lora_rank is None:
-            return ()
-        return self.layer_ranks or (self.kv_lora_rank,) * self.num_layers
-
-    @property
     def values_per_token(self) -> int:
         """Values that the KV cache holds per token in all layers: a key and a value of D per KV head, or R + P."""
-        if self.kv_lora_rank is not None:
-            return sum(self.ranks) + self.num_layers * self.qk_rope_head_dim
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return self._bytes("float64", [1] * self.num_layers) // dtype_bytes("float64")
 
     def tokens_held(self, context: int, static: bool = False) -> list[int]:
         """How many of the tokens of a sequence the cache of each layer holds.
@@ -232,9 +241,8 @@ class AttentionSpec:
         if not self.is_cut(context):
             return None
         windows, held = self.windows or (), self.tokens_held(context)
-        rows = [rank + self.qk_rope_head_dim for rank in self.ranks] or [1] * self.num_layers
-        sizes = [tokens * row for tokens, row in zip(held, rows, strict=True)]
-        share = sum(size for size, window in zip(sizes, windows, strict=True) if window) / sum(sizes)
+        within = [tokens if window else 0 for tokens, window in zip(held, windows, strict=True)]
+        share = self._bytes("float64", within) / self._bytes("float64", held)
         lengths = " or ".join(f"{window:,}" for window in sorted({window for window in windows if window}))
         layers = f"{sum(map(bool, windows))} of {self.num_layers}"
         return f"the windowed layers ({layers}, which see {lengths} tokens) are {share:.1%} of the cache at {context:,} tokens"
@@ -267,18 +275,28 @@ class AttentionSpec:
         """
         return self._bytes(form, self.tokens_held(context, static))
 
+    def kept_bytes(self, form: str, context: int) -> int:
+        """The part of `cache_bytes` that is of layers that are kept."""
+        held = self.tokens_held(context)
+        return self._bytes(form, [tokens if layer in self.kept else 0 for layer, tokens in enumerate(held)])
+
     def _bytes(self, form: str, held: Sequence[int]) -> int:
         """Bytes of so many tokens in each layer: the formula."""
         stored = format_named(form)
+        of_kept = sum(held[layer] for layer in self.kept)
+        heads, latents = self.kept_kv_heads * of_kept, 0
         if self.kv_lora_rank is None:
             stored.require("head", self.head_dim)
-            row = stored.row_bytes(self.head_dim, "keys") + stored.row_bytes(self.head_dim, "values")
-            return self.num_kv_heads * sum(held) * row
-        stored.require("latent", *self.ranks)
-        stored.require("RoPE key", self.qk_rope_head_dim)
-        rope = stored.row_bytes(self.qk_rope_head_dim, "rope")
-        rows = [stored.row_bytes(rank, "latent") + rope for rank in self.ranks]
-        return sum(tokens * row for tokens, row in zip(held, rows, strict=True))
+            heads += self.num_kv_heads * (sum(held) - of_kept)
+        else:
+            stored.require("latent", self.kv_lora_rank)
+            stored.require("RoPE key", self.qk_rope_head_dim)
+            row = stored.row_bytes(self.kv_lora_rank, "latent") + stored.row_bytes(self.qk_rope_head_dim, "rope")
+            latents = row * (sum(held) - of_kept)
+            if not self.kept:
+                return latents
+        stored.of("keys").require("head", self.head_dim)
+        return latents + heads * (stored.row_bytes(self.head_dim, "keys") + stored.row_bytes(self.head_dim, "values"))
 
     def takes(self, form: str) -> bool:
         """Whether a cache of these sizes can be stored in that format."""

@@ -41,6 +41,7 @@ class Row(NamedTuple):
         changes: Fields of the source's config.
         groups: KV heads of a result with fewer of them, of which all others are copies.
         options: Those of the conversion to fewer KV heads.
+        kept: Layers that stay as they are. All others are converted, also those with windows.
         tolerance: Of its logits, relative to the largest; below 1e-6 they are computed in fp64.
     """
 
@@ -50,6 +51,12 @@ class Row(NamedTuple):
     groups: int = 0
     options: tuple[Any, ...] = ()
     tolerance: float = 1e-4
+    kept: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> list[Any]:
+        """The options for those that are converted."""
+        return ["--all-layers", *(["--keep-layers", ",".join(map(str, self.kept))] if self.kept else [])]
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -121,11 +128,11 @@ def full(source: Path, row: Row) -> list[Any]:
     rank = LatentBounds(read, family, LATENT_HOST).full_rank(rope)
     if row.holds != MODEL_TYPE:
         rank = next(r for r in range(rank, rank + 3) if r - len(constants(r)) >= rank)
-    return sized(rank, rope)
+    return sized(rank, rope) + row.layers
 
 
 def small(row: Row) -> list[Any]:
-    return sized(24, 0 if row.model_type in NO_ROPE else 4)
+    return sized(24, 0 if row.model_type in NO_ROPE else 4) + row.layers
 
 
 def config_of(path: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None))  # which nobody reads
 
 
-def request(source: Source, output: Output, text: CalibrationOptions | None = None, seed: int = 0) -> Request:
-    return Request(source, output, text or CalibrationOptions(), "cpu", seed)
+def request(source: Source, output: Output, text: CalibrationOptions | None = None, seed: int = 0, **given: Any) -> Request:
+    return Request(source, output, text or CalibrationOptions(), device="cpu", seed=seed, **given)
 
 
 def grouped(
@@ -29,13 +29,15 @@ def grouped(
     method: str = "mean",
     text: CalibrationOptions | None = None,
     seed: int = 0,
+    **given: Any,
 ) -> Plan:
     """To fewer heads."""
-    return plan_grouped(request(source, output, text, seed), command, groups, load_grouped(method))
+    return plan_grouped(request(source, output, text, seed, **given), command, groups, load_grouped(method))
 
 
 def factored(
     source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, seed: int = 0, **size: Any
 ) -> Plan:
-    """To a latent of a size: `kv_lora_rank=16, qk_rope_head_dim=8`."""
-    return plan_latent(request(source, output, text, seed), LatentSize(**size), load_latent(method))
+    """To a latent of a size: `kv_lora_rank=16, qk_rope_head_dim=8`; with layers that stay."""
+    layers = {name: size.pop(name) for name in ("keep_layers", "all_layers") if name in size}
+    return plan_latent(request(source, output, text, seed, **layers), LatentSize(**size), load_latent(method))

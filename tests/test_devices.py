@@ -204,7 +204,7 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(tmp_path
     with fake_gpu():
         stream = stream_of(model, tmp_path / "spool", tokens(2, 6), device=GPU)
         attention = to_gpu(record(2, 2, width=stream.width))
-        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)(1)
+        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention, range(2))(1)
         assert devices(found) == {"cpu"}
         assert devices(found.to(GPU)) == devices(found.to(GPU).shrunk()) == {"cuda"}
         stream.embed()

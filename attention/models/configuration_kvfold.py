@@ -17,7 +17,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
-        kv_lora_ranks: R of each layer, where latents differ in it; None if all have `kv_lora_rank`.
+        kept_layers: Layers whose attention is the stock class's, as in the source; None for none.
+        shared_kv_heads: Where layers are kept, the KV heads that grouped attention caches in the others; `text_config` then
+            states the source's.
         qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if these stay.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
@@ -42,7 +44,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     attention_path: str = ""
-    kv_lora_ranks: list[int] | None = None
+    kept_layers: list[int] | None = None
+    shared_kv_heads: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     scaling: float = 1.0
@@ -73,9 +76,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must {rule}")
 
-        def counts(values: Any, also: tuple[Any, ...] = ()) -> bool:
+        def counts(values: Any) -> bool:
             listed = isinstance(values, list) and len(values) == layers
-            return listed and all(value in also or (type(value) is int and value > 0) for value in values)
+            return listed and all(value is None or (type(value) is int and value > 0) for value in values)
 
         if getattr(self.text_config, "kv_lora_rank", None) is not None:
             sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -86,24 +89,25 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             complete = isinstance(pairs, list) and len(pairs) == count
             complete = complete and all(isinstance(pair, int) and pair >= 0 for pair in pairs or ())
             require("rope_pairs", complete, f"list {count} frequencies, half of qk_rope_head_dim")
-            ranks = self.kv_lora_ranks
-            require("kv_lora_ranks", ranks is None or counts(ranks), f"list a number above 0 for each of {layers} layers")
             factors = self.rope_factor if isinstance(self.rope_factor, list) else [self.rope_factor] * layers
             positive = len(factors) == layers and all(isinstance(factor, int | float) and factor > 0 for factor in factors)
             require("rope_factor", positive, f"be a number above 0, or one for each of {layers} layers")
         require("rope_stride", self.rope_stride in (1, 2), "be 1 or 2")
-        clip, heads, unrotated, windows = self.clip_qkv, self.projected_kv_heads, self.unrotated_layers, self.inner_windows
+        clip, heads, shared, windows = self.clip_qkv, self.projected_kv_heads, self.shared_kv_heads, self.inner_windows
         require("clip_qkv", clip is None or (isinstance(clip, int | float) and clip > 0), "be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
         require("projected_kv_heads", heads is None or (type(heads) is int and heads > 0), "be an integer above 0")
         if heads is not None and self.qk_norm is None and clip is None:
             raise ValueError(f"projected_kv_heads is {heads}, and neither qk_norm nor clip_qkv follows what is projected")
-        known = unrotated is None or isinstance(unrotated, list)
-        known = known and all(type(layer) is int and 0 <= layer < layers for layer in unrotated or ())
-        require("unrotated_layers", known, f"list layers from 0 to {layers - 1}")
+        for name in ("unrotated_layers", "kept_layers"):
+            listed = getattr(self, name)
+            known = isinstance(listed, list) and all(type(layer) is int and 0 <= layer < layers for layer in listed)
+            require(name, listed is None or known, f"list layers from 0 to {layers - 1}")
+        rule = "be an integer above 0, beside kept_layers"
+        require("shared_kv_heads", shared is None or (type(shared) is int and shared > 0 and bool(self.kept_layers)), rule)
         rule = f"list a number above 0, or null, for each of {layers} layers"
-        require("inner_windows", windows is None or counts(windows, (None,)), rule)
+        require("inner_windows", windows is None or counts(windows), rule)
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""

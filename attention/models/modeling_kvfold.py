@@ -122,7 +122,7 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
     if not kinds or tried in _TRIED or absent or wide:
         return
     drawn = torch.randn(1, _TOKENS, embedding.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), _first_layers(decoder, config) as layers, _in_fp32(decoder, embedding) as exact:
+    with torch.no_grad(), _first_layers(decoder, config, indices) as layers, _in_fp32(decoder, embedding) as exact:
         behind = (weight.dtype for weight in decoder.parameters() if weight is not embedding.weight)
         states = drawn.to(embedding.weight.device, next(behind) if exact else decoder.dtype)
         expected, found = decoder(inputs_embeds=states, use_cache=False).last_hidden_state, []
@@ -144,10 +144,11 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
 
 
 @contextlib.contextmanager
-def _first_layers(decoder: Any, config: Any) -> Iterator[int]:
-    """Leave a decoder its first layers, through the first of each kind; gives their number."""
-    count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or [None]
-    kept = max(kinds.index(kind) for kind in set(kinds)) + 1
+def _first_layers(decoder: Any, config: Any, indices: Collection[int]) -> Iterator[int]:
+    """Leave a decoder its first layers, through the first of each kind that is among `indices`; gives their number."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [None] * count
+    kept = max({kinds[layer]: layer for layer in sorted(indices, reverse=True)}.values()) + 1
     owners = [
         (owner, name, whole)
         for owner in decoder.modules()
@@ -422,7 +423,7 @@ class GroupedAttention(_Attention):
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
-        kv_heads = inner.num_key_value_heads
+        kv_heads = config.shared_kv_heads or inner.num_key_value_heads
         self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // self.num_heads
         self.num_key_value_groups = self.num_heads // kv_heads
         self.rotates, self.rope_stride = layer_idx not in (config.unrotated_layers or ()), config.rope_stride
@@ -459,8 +460,7 @@ class KvfoldLatentAttention(_Attention):
         super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
         self.num_key_value_groups, self.q_lora_rank = 1, None
-        self.kv_lora_rank = config.kv_lora_ranks[layer_idx] if config.kv_lora_ranks else inner.kv_lora_rank
-        self.qk_rope_head_dim = inner.qk_rope_head_dim
+        self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.rope_columns = [pair * config.rope_stride for pair in config.rope_pairs or []]
@@ -523,10 +523,12 @@ def _blank(attention: Any, stock: Any) -> Any:
 
 
 def _graft(model: Any, config: KvfoldConfig, path: str) -> None:
-    """Put attention of this file in the place of a stock model's, at `path` with `{layer}` for a layer's number."""
+    """Put attention of this file in the place of a stock model's, at `path` with `{layer}` for a layer's number; not in layers
+    that are kept.
+    """
     inner: Any = config.text_config
     attention: Any = GroupedAttention if getattr(inner, "kv_lora_rank", None) is None else KvfoldLatentAttention
-    for layer in range(inner.num_hidden_layers):
+    for layer in sorted({*range(inner.num_hidden_layers)} - {*(config.kept_layers or ())}):
         replaced: Any = model.get_submodule(path.format(layer=layer))
         kind: Any = type(replaced)
         made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))

@@ -65,9 +65,8 @@ def objection(config: Any) -> str | None:
         return "it has windows inside its attention, which vLLM would leave out"
     if not latent and "sliding_attention" in (getattr(inner, "layer_types", None) or ()):
         return "it has sliding windows, for which vLLM's cache would be larger than planned"
-    if latent and config.kv_lora_ranks is not None:
-        ranks = f"{min(config.kv_lora_ranks)} to {max(config.kv_lora_ranks)}"
-        return f"its layers have latents of different ranks ({ranks}), and vLLM caches one size"
+    if config.kept_layers:
+        return f"{len(config.kept_layers)} of its layers are as in its source, and vLLM caches one kind of attention"
     return None
 
 

@@ -127,4 +127,14 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
     where = Output(Path(output), given["dtype"], given["max_shard_size"], given["overwrite"], given["resume"], given["engine"])
     force = given.get("force", False)
     named = force or given.get("method") is not None
-    return Request(source, where, calibration, given["device"], given["seed"], named, force)
+    return Request(
+        source,
+        where,
+        calibration,
+        keep_layers=tuple(given["keep_layers"] or ()),
+        all_layers=given["all_layers"],
+        device=given["device"],
+        seed=given["seed"],
+        accepts_any_loss=named,
+        accepts_a_copy=force,
+    )

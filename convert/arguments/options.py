@@ -97,12 +97,6 @@ class Factoring(TypedDict, total=False):
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
     pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
     portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
-    per_layer_ranks: Annotated[
-        bool,
-        Option(
-            "Let the text choose the rank of each layer, in the bytes of R for all. Needs text; the result has kvfold's class."
-        ),
-    ]
 
 
 class Calibrating(TypedDict, total=False):
@@ -153,6 +147,11 @@ class Calibrating(TypedDict, total=False):
 class Writing(TypedDict, Generic[Dry], total=False):
     """The result of a conversion, and how it comes about."""
 
+    keep_layers: Annotated[
+        Sequence[int] | None,
+        Option("Leave these layers as they are, such as 0,19. The result has kvfold's class.", metavar="N,…"),
+    ]
+    all_layers: Annotated[bool, Option("Convert layers with a window, too, whose cache does not grow.")]
     dtype: Annotated[str | None, Option("Store floats in this dtype.", unset="as in MODEL", choices=DTYPES)]
     engine: Annotated[str | None, Option("Make what this engine runs, and refuse what it does not.", choices=tuple(ENGINES))]
     device: Annotated[str, DEVICE]

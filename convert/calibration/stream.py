@@ -278,15 +278,19 @@ class LayerStream:
         """Call `see` with the inputs of the layer's attention, and `out` with its output projection's outputs, in the block."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if see is not None:
-                see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            assert see is not None
+            see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], result: torch.Tensor) -> None:
-            if out is not None:
-                out(result)
+            assert out is not None
+            out(result)
 
-        attention, last = (self._model.get_submodule(path(layer)) for path in (self._paths.module, self._paths.output))
-        with attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after):
+        with contextlib.ExitStack() as hooks:
+            if see is not None:
+                attention = self._model.get_submodule(self._paths.module(layer))
+                hooks.enter_context(attention.register_forward_pre_hook(before, with_kwargs=True))
+            if out is not None:
+                hooks.enter_context(self._model.get_submodule(self._paths.output(layer)).register_forward_hook(after))
             yield
 
     def _forward(self, layer: int, inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

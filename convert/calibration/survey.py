@@ -3,7 +3,7 @@
 For each layer it keeps the first two moments of its activations, also as its attention sees them, and a bounded sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -140,7 +140,12 @@ class _AttendedSums:
 
 
 def survey(
-    stream: LayerStream, shelf: Shelf, records: Callable[[int], Attention], shown: bool = True, progress: Progress = silent
+    stream: LayerStream,
+    shelf: Shelf,
+    records: Callable[[int], Attention],
+    layers: Collection[int],
+    shown: bool = True,
+    progress: Progress = silent,
 ) -> Callable[[int], Statistics]:
     """Fill the shelf, continuing where an earlier run stopped.
 
@@ -148,30 +153,31 @@ def survey(
         stream: The model to survey.
         shelf: Where the statistics are stored.
         records: Maps a layer to its attention.
+        layers: The layers to survey.
         shown: Whether the records show where attention looks.
         progress: Called with the number of finished layers.
 
     Returns:
         Maps a layer to its statistics.
     """
-    layers = stream.num_layers
-    done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
-    if done == layers:
+    missing, last = [layer for layer in layers if not shelf.has(layer)], max(layers)
+    if not missing:
         return partial(_get, shelf)
-    begin = max((layer for layer in stream.ready if layer <= done), default=None)
+    begin = max((layer for layer in stream.ready if layer <= min(missing)), default=None)
     if begin is None:
         stream.discard()
         stream.embed()
         begin = 0
-    with stage(progress, "survey", layers - begin, "layer") as done_layers:
-        for layer in range(begin, layers):
-            moments = Moments(layer, stream, records(layer), SURVEYED, shown)
-            if layer + 1 < layers:
-                stream.advance(layer, moments.see)
-            else:
+    with stage(progress, "survey", last + 1 - begin, "layer") as done:
+        for layer in range(begin, last + 1):
+            moments = Moments(layer, stream, records(layer), SURVEYED, shown) if layer in layers else None
+            if layer < last:
+                stream.advance(layer, moments.see if moments else None)
+            elif moments:
                 stream.observe(layer, moments.see)
-            _put(shelf, stream, layer, moments)
-            done_layers(1)
+            if moments:
+                _put(shelf, stream, layer, moments)
+            done(1)
     stream.discard()
     return partial(_get, shelf)
 

@@ -51,7 +51,7 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     output.mkdir(parents=True, exist_ok=True)
     calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that monitored the training
     text = CalibrationOptions(texts_of(calibration, None), _CALIBRATION_TOKENS)
-    request = Request(source, Output(output, overwrite=True), text, "cpu", checks=False)
+    request = Request(source, Output(output, overwrite=True), text, device="cpu", checks=False)
     plans = plans_for(request, _GROUPS, _SIZES, _METHODS)
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu", probes=False)

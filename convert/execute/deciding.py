@@ -1,18 +1,16 @@
-"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies, and the rank of each.
+"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies.
 
 A choice is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain
 
 import torch
 
 from attention.errors import Failure
-from attention.formats import format_named
 from attention.forward import output_at
 from attention.record import Attention, Record
 from attention.spread import evenly_spread
@@ -21,8 +19,6 @@ from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
 from convert.methods.frequencies import pairs_by_trial
-from convert.methods.latent import Allocation
-from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import Choice, LatentTarget
@@ -33,7 +29,6 @@ _SILENT = 1e-30  # the energy of an output that is nothing
 _EVERY = 8  # one token of so many is looked at
 
 StatisticsOf = Callable[[int], Statistics]
-Changed = Callable[[Attention, Statistics], Iterator[Record]]
 Rotating = Callable[[Attention, Statistics], Callable[[Sequence[int]], Record]]
 
 
@@ -45,7 +40,8 @@ def surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
         spool, shelf = job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
         model, paths = empty_model(job.plan.source.config), job.plan.family
         stream = LayerStream(model, paths, job.manifest.reader, text.surveyed().blocks, spool, job.plan.runs_on)
-        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
+        layers = job.spec.changed
+        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], layers, job.shows_attention, job.progress)
 
     return lambda layer: found()(layer)
 
@@ -57,10 +53,10 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         Failure: Weights or activations are not finite.
     """
     if kept := job.work.recall("choice"):  # of an interrupted run
-        return Choice(tuple(kept["pairs"]), tuple(kept["ranks"]))
+        return Choice(tuple(kept["pairs"]))
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
     method, measured = target.method, list[torch.Tensor]()
-    layers = [layer for layer in range(job.plan.before.num_layers) if job.plan.family.rotary(layer)]
+    layers = [layer for layer in target.spec.changed if job.plan.family.rotary(layer)]
     if count and method.measure is not None:  # what not rotating each component costs
         with stage(job.progress, "measure", len(layers), "layer") as done:
             for layer in layers:
@@ -70,38 +66,17 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         pairs = pairs_by_trial(measured, count, partial(_errors, job, layers, statistics, method.rotating))
     else:
         pairs = method.allocate(measured, count, allocation) if count else ()
-    ranks = _ranks(job, target, replace(allocation, pairs=pairs), statistics) if target.ranks else ()
-    job.work.remember("choice", {"pairs": pairs, "ranks": ranks})
-    return Choice(pairs, ranks)
+    job.work.remember("choice", {"pairs": pairs})
+    return Choice(pairs)
 
 
-def _errors(job: Job, layers: list[int], seen: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:
-    """Sum over layers what outputs lose with each choice of frequencies."""
-    lost = _losses(job, "try frequencies", layers, seen, lambda *layer: map(rotating(*layer), choices))
-    return [math.fsum(of_layers) for of_layers in zip(*lost, strict=True)]
-
-
-def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
-    """Choose a rank for each layer, by what its outputs lose."""
-    tried, layers = measured_ranks(target.ranks), target.spec.num_layers
-
-    def at_ranks(before: Attention, seen: Statistics) -> Iterator[Record]:
-        return (target.method.factor(before, replace(allocation, rank=rank), seen) for rank in tried)
-
-    costs = [interpolated(tried, lost, target.ranks) for lost in _losses(job, "rank", range(layers), statistics, at_ranks)]
-    form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
-    prices, mean = [form.row_bytes(rank, "latent") for rank in target.ranks], target.spec.kv_lora_rank or 0
-    tokens = target.spec.tokens_held(job.plan.context) if target.spec.is_cut(job.plan.context) else [1] * layers
-    return shared_out(costs, target.ranks, prices, sum(tokens) * form.row_bytes(mean, "latent"), tokens)
-
-
-def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf, changed: Changed) -> list[list[float]]:
-    """Measure what each layer's outputs lose with each record that `changed` makes of it, at some tokens of the sample.
+def _errors(job: Job, layers: list[int], statistics: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:
+    """Sum over layers what their outputs lose with each choice of frequencies, at some tokens of the sample.
 
     Squared errors are relative to the residual stream, to which outputs are added, or to the outputs where a norm follows them.
     """
     found = list[list[float]]()
-    with stage(job.progress, name, len(layers), "layer") as done:
+    with stage(job.progress, "try frequencies", len(layers), "layer") as done:
         for layer in layers:
             before, seen = job.read_layer(layer)[1], statistics(layer).to(job.plan.runs_on)
             assert isinstance(before, Attention)
@@ -109,7 +84,7 @@ def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf
             assert seen.inverse_energy is not None
             sample = seen.sample.spread(EXCERPT)
             tokens = torch.tensor(evenly_spread(-(-sample.context // _EVERY), sample.context), device=job.plan.runs_on)
-            records = chain([before], changed(before, seen))
+            records = chain([before], map(rotating(before, seen), choices))
             outputs = (torch.cat([output_at(one, x, tokens) for x in sample.blocks]).double() for one in records)
             expected, norm = next(outputs), job.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
             scale = seen.inverse_energy
@@ -118,8 +93,8 @@ def _losses(job: Job, name: str, layers: Sequence[int], statistics: StatisticsOf
             found.append([scale * float((one - expected).square().sum(-1).mean()) for one in outputs])
             if not all(map(math.isfinite, found[-1])):
                 raise Failure(
-                    f"attention outputs of layer {layer} overflow on the calibration text ({name}): they lose {found[-1]}",
+                    f"attention outputs of layer {layer} overflow on the calibration text: they lose {found[-1]}",
                     hint="the source's weights are extreme; does `convert eval` of it work?",
                 )
             done(1)
-    return found
+    return [math.fsum(of_layers) for of_layers in zip(*found, strict=True)]

@@ -68,11 +68,6 @@ class Conversion(PlannedConversion):
     provenance: dict[str, Any]
 
     @property
-    def after(self) -> AttentionSpec:
-        """The result's attention, with the ranks of its layers if the text has chosen them."""
-        return self.plan.sized(self.provenance.get("kv_lora_ranks"))
-
-    @property
     def layers(self) -> list[dict[str, Any]]:
         """Each layer's errors, as in conversion.json."""
         return list(self.provenance["layers"])
@@ -84,7 +79,7 @@ class Conversion(PlannedConversion):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's facts, and the provenance."""
-        return self.plan.as_dict(self.provenance.get("kv_lora_ranks")) | {"conversion": self.provenance}
+        return super().as_dict() | {"conversion": self.provenance}
 
     def __str__(self) -> str:
         lines = [*_plan_lines(self.plan, self.after), *_measured(self.provenance), f"written to {_where(self.plan)}"]
@@ -185,7 +180,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         else None,
         **(calibrated.as_dict() if calibrated else {}),
         **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank else {}),
-        **({"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}),
+        **({"kept_layers": list(spec.kept)} if spec.kept else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),
@@ -249,7 +244,7 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
     return render(
         "conversion.md.j2",
         provenance["metadata"],
-        after=plan.sized(provenance.get("kv_lora_ranks")),
+        after=plan.target.spec,
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,

@@ -56,7 +56,7 @@ class Job:
     @property
     def spec(self) -> AttentionSpec:
         """The sizes of the result."""
-        return self.plan.sized(self.choice.ranks)
+        return self.plan.target.spec
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
@@ -84,8 +84,8 @@ class Job:
         gain, bias = map(tensors.get, names)
         return None if gain is None else gain.double() + norm.offset, bias
 
-    def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
-        """The tensors of a layer's attention by name, and their record in the form that methods take.
+    def read_layer(self, layer: int, as_stored: bool = False) -> tuple[dict[str, torch.Tensor], Attention]:
+        """The tensors of a layer's attention by name, and their record in the form that methods take, or as it is stored.
 
         Raises:
             Failure: One of them is not finite.
@@ -95,7 +95,14 @@ class Job:
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, layer)
         assert isinstance(record, Attention), "a source has heads"
-        return tensors, record.on_projected_inputs(self.plan.family.traits.clip) if self.plan.reads_projections else record
+        behind = self.plan.reads_projections and not as_stored
+        return tensors, record.on_projected_inputs(self.plan.family.traits.clip) if behind else record
+
+    def kept(self, layer: int) -> Content:
+        """A layer that stays as it is, as of `as_stored`."""
+        _, record = self.read_layer(layer, as_stored=True)
+        tensors = self.plan.layout.join(record, self.spec, layer)
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, {"layer": layer, "kept": True, "converted": []}
 
     @property
     def shows_attention(self) -> bool:
@@ -104,6 +111,8 @@ class Job:
 
     def converted(self, layer: int, statistics: Callable[[int], Statistics]) -> Content:
         """A layer after all steps, by itself, as of `as_stored`; `statistics` gives those of its inputs."""
+        if layer in self.spec.kept:
+            return self.kept(layer)
         tensors, before = self.read_layer(layer)
         seen = statistics(layer)
         after = self.changed(before, layer, seen)
@@ -123,7 +132,7 @@ class Job:
                 after = target.method.merge(before, target.spec.num_kv_heads, seen)
             return self.adapted(before, after, seen)
         assert before.sinks is None, "no output class has a latent and sinks"
-        latent = target.method.factor(before, self.choice.allocation(target, self.plan.rotary, layer), seen)
+        latent = target.method.factor(before, self.choice.allocation(target, self.plan.rotary), seen)
         if target.host.portable:
             assert seen.sample is not None, "the norm of a latent is fitted to text"
             latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))

@@ -17,7 +17,7 @@ from convert.checkpoint.writer import write_index, write_shard
 from convert.execute.deciding import StatisticsOf, choose, surveyed
 from convert.execute.describe import provenance_of
 from convert.execute.job import Job
-from convert.execute.manifest import Manifest, Unit, manifest_of, without_computed
+from convert.execute.manifest import Manifest, Unit, without_computed
 from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
@@ -51,10 +51,6 @@ def convert_layers(job: Job) -> dict[str, Any]:
             statistics = surveyed(job, job.text)
         if isinstance(target, LatentTarget):
             job = replace(job, choice=choose(job, target, statistics))
-        if job.choice.ranks:
-            sized = target.host.sized(source.raw, plan.family, job.spec)
-            manifest = manifest_of(plan, job.manifest.reader, sized)
-            job, shards = replace(job, manifest=manifest), manifest.shards(plan.output.max_shard_size)
         make_layer: MakeLayer = partial(job.converted, statistics=statistics)
         if job.text and job.text.calibration.in_sequence:
             make_layer = in_sequence(job, job.text)

@@ -85,6 +85,9 @@ class _Pair:
     def converted(self, layer: int) -> Content:
         """The layer after all steps. The source has then run past it."""
         job, how = self._job, self._how
+        if layer in job.spec.kept:
+            self.teacher.advance(layer)
+            return job.kept(layer)
         tensors, source = job.read_layer(layer)
         sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable) if how.refit else EXCERPT
         moments = Moments(layer, self.teacher, source, sample, job.shows_attention)

@@ -5,7 +5,8 @@ Sources with QK-norm or a clamp keep their projections and norms, and have share
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +35,7 @@ _PREFIX = "model."  # of the source's class
 
 def around(inner: Family, config: Any = None) -> KvfoldProjections:
     """The family of kvfold's class around the class of another family, which reads the `text_config` of the config."""
-    inner = inner if config is None else inner.of(config.text_config)
+    inner = inner if config is None else inner.of(_without_latent(config.text_config))
     return KvfoldProjections(
         MODEL_TYPE,
         config=config,
@@ -47,11 +48,18 @@ def around(inner: Family, config: Any = None) -> KvfoldProjections:
     )
 
 
+def _without_latent(config: Any) -> Any:
+    """A stock class's config without the sizes of a latent, which that class ignores."""
+    found = copy.copy(config)
+    vars(found).pop("kv_lora_rank", None)
+    return found
+
+
 @dataclass(frozen=True)
 class KvfoldProjections(Family):
     """`{q,k,v,o}_proj`, or a latent's projections as DeepSeek names them, where the attention of another family was.
 
-    All else has that family's names behind `model.` (`around`).
+    All else, also the attention of layers that are kept, has that family's names behind `model.` (`around`).
 
     Attributes:
         inner: The other family.
@@ -74,6 +82,8 @@ class KvfoldProjections(Family):
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Those of the class's own attention, without weights."""
+        if layer in self._kept:
+            return {_PREFIX + name: shape for name, shape in self.inner.shapes(layer).items()}
         import torch
 
         from attention.models.modeling_kvfold import GroupedAttention, KvfoldLatentAttention
@@ -83,7 +93,10 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": tuple(tensor.shape) for name, tensor in attention.named_parameters()}
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        rank = spec.of_layer(layer).kv_lora_rank or 0
+        if layer in spec.kept:
+            assert isinstance(record, Attention), "a source has heads"
+            return {_PREFIX + name: tensor for name, tensor in self.inner.join(record, spec.of_kept, layer).items()}
+        rank = spec.kv_lora_rank or 0
         if isinstance(record, Attention):
             behind = record.projections is not None
             local = join_projections(record.paired("half") if behind else record, _BEHIND if behind else NAMES)
@@ -104,8 +117,14 @@ class KvfoldProjections(Family):
     def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, layer: int) -> dict[str, torch.dtype]:
         record = source.split(tensors, layer)
         assert isinstance(record, Attention), "a source has heads"
+        if layer in self._kept:
+            return {name: tensor.dtype for name, tensor in self.join(record, self.spec, layer).items()}
         local = {**_join_projected(record), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
         return {f"{self.module(layer)}.{name}": tensor.dtype for name, tensor in local.items() if tensor is not None}
+
+    @property
+    def _kept(self) -> Collection[int]:
+        return (self.config.kept_layers if self.config else None) or ()  # none is known without a config
 
     @property
     def traits(self) -> Traits:

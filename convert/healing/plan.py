@@ -1,5 +1,6 @@
 """The plan of a healing: every number decided, and everything refused that configs and arguments show."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -248,7 +249,7 @@ def plan_heal(
         )
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
     spec, model = family.spec, empty_model(converted.config)
-    names = named(model, family, spec.num_layers, options.train)
+    names = named(model, family, spec.changed, options.train)
     held = held_parameters(model, Reader(converted.files), names)
     tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
@@ -267,10 +268,10 @@ def plan_heal(
     return plan
 
 
-def named(model: Any, family: Family, layers: int, part: str) -> tuple[str, ...]:
-    """The names of the parameters of a part: "attention", with the norms before it; "lora", of the same; or "all"."""
-    norms = [norm.name.removesuffix(".weight") for layer in range(layers) if (norm := family.input_norm(layer)) is not None]
-    inside = tuple(f"{module}." for module in (*map(family.module, range(layers)), *norms))
+def named(model: Any, family: Family, layers: Sequence[int], part: str) -> tuple[str, ...]:
+    """The names of the parameters of a part: "attention" of these layers, with the norms before it; "lora", too; or "all"."""
+    norms = [norm.name.removesuffix(".weight") for layer in layers if (norm := family.input_norm(layer)) is not None]
+    inside = tuple(f"{module}." for module in (*map(family.module, layers), *norms))
     return tuple(name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside))
 
 

@@ -54,8 +54,8 @@ class Engine:
         if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
             return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries"
-        if spec.layer_ranks and self.latents:
-            return f"{self.name} takes latents of one size in all layers, not ranks per layer"
+        if spec.kept and self.serve:
+            return f"{self.name} takes one kind of attention in all layers, and some of these stay as they are"
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         if spec.kv_lora_rank and self.latents and size not in self.latents:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"

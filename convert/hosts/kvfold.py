@@ -70,19 +70,20 @@ class Kvfold(Host):
         return around(stock.layout(family) if stock else family)
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
+        # Where layers are kept, it also shares heads of sources whose own class can share them in all.
         traits, config = family.traits, family.config
         behind = family.needs_projections
         if not target.kv_lora_rank:
-            if target == family.spec:
+            if target.num_kv_heads == family.spec.num_kv_heads:
                 return "no KV heads are shared, and the source's class holds its own"
             if traits.qk_norm and traits.qk_norm.after_rotary:
                 return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
-            if family.shares_heads and not behind:
+            if family.shares_heads and not behind and not target.kept:
                 return "the source's class can share KV heads, and no norm or clamp comes before them"
         elif family.without_latent:
             return family.without_latent
         for field, value in traits.extra_features.items():
-            if field not in (CLIP, *WINDOWS) and not (field == SOFTCAP and target.kv_lora_rank):
+            if field not in (CLIP, SOFTCAP, *WINDOWS):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for rotary in family.rotaries if rotary]
         if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
@@ -96,7 +97,7 @@ class Kvfold(Host):
             return f"it is built around {stock.name}: {reason}"
         if family.decoder is not config or (not family.is_row and has_other_models(config)):
             return "its decoder is inside another model, and the class holds decoders alone"
-        if config.model_type not in self.families and family.is_row:
+        if config.model_type not in self.families and family.is_row and not target.kept:
             return f"it was not made for {config.model_type} (`convert families` lists the types that it is for)"
         return None
 
@@ -118,8 +119,11 @@ class Kvfold(Host):
             "o_bias": source.traits.o_bias,
             "scaling": source.scale,
             **({"inner_windows": windows} if any(windows) else {}),
+            **({"kept_layers": list(target.kept)} if target.kept else {}),
         }
         if target.kv_lora_rank is None:
+            if target.kept:
+                return {**outer, **_behind_heads(family), "shared_kv_heads": target.num_kv_heads, "text_config": inner}
             inner = {**inner, "num_key_value_heads": target.num_kv_heads}
             return {**outer, **_behind_heads(family), "text_config": inner}
         sizes = {
@@ -133,7 +137,6 @@ class Kvfold(Host):
             "o_bias": True,
             **_kept_projections(family),
             **_rotation(family, rotary, target.qk_rope_head_dim),
-            **({} if target.layer_ranks is None else {"kv_lora_ranks": list(target.layer_ranks)}),
             "text_config": {**inner, **sizes},
         }
 
@@ -198,7 +201,7 @@ HOST = Kvfold(
 LATENT_HOST = Kvfold(
     # Of each, a latent of full size was proven to be exact; Llama's like are here for configs that deepseek_v3 refuses.
     frozenset(name for name, of in FAMILIES.items() if of.has_heads and not of.without_latent),
-    "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or ranks that differ by layer",
+    "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or layers that stay as they are",
     "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
     in_vllm=LATENT_PROVEN,
 )

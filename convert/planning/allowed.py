@@ -5,8 +5,8 @@ Whether kvfold's class holds a type that experiments found, a small twin of full
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.errors import Refusal, one_line
 from attention.formats import rounding_of
@@ -141,6 +141,53 @@ def require_stored(engine: Engine, cache_dtype: str | None, caches: Sequence[Cac
         )
 
 
+class Kept(NamedTuple):
+    """Layers that stay as they are, and whether the user named some, so that no other result will do."""
+
+    layers: Collection[int]
+    required: bool
+
+
+def staying(family: Family, layers: Collection[int] = (), all_layers: bool = False) -> Kept:
+    """The layers that stay as they are: those that the user names, and those with windows, whose cache does not grow.
+
+    Where all have windows, or with `all_layers`, these are converted, too.
+
+    Raises:
+        Refusal: There is no such layer, or all would stay.
+    """
+    spec = family.spec
+    if wrong := sorted({*layers} - {*range(spec.num_layers)}):
+        raise Refusal(f"cannot keep layer {wrong[0]}: the model has layers 0 to {spec.num_layers - 1}")
+    bounded = {layer for layer, window in enumerate(spec.windows or ()) if window}
+    if all_layers or len(bounded) == spec.num_layers:
+        bounded = set()
+    if len(found := bounded | {*layers}) == spec.num_layers:
+        raise Refusal("all layers would stay as they are", hint="name fewer with --keep-layers, or give --all-layers")
+    return Kept(found, bool(layers))
+
+
+def held_by(
+    hosts: Sequence[Host],
+    family: Family,
+    target: AttentionSpec,
+    kept: Kept,
+    engine: Engine | None = None,
+    hint: str | None = None,
+) -> tuple[Host, AttentionSpec]:
+    """The first output class that can carry a target in which layers stay, and that target; all else is as of `host_of`.
+
+    Where no class can keep layers that the user did not name, all are converted.
+    """
+    keeping = target.keeping(kept.layers, family.spec.num_kv_heads)
+    try:
+        return host_of(hosts, family, keeping, engine, hint), keeping
+    except Refusal:
+        if kept.required or not kept.layers:
+            raise
+    return host_of(hosts, family, target, engine, hint), target
+
+
 def host_of(
     hosts: Sequence[Host],
     family: Family,
@@ -176,8 +223,8 @@ def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | No
         return "its heads have sinks (logits of their own in every softmax), and those of the class have none"
     if reason := host.refuses(family, target):
         return reason
-    if target.layer_ranks is not None and not host.code:
-        return "the latents of its layers have one rank"
+    if target.kept and not host.code:
+        return "its layers all have one kind of attention, and some are to stay as they are"
     if engine and engine.name not in host.engines(family):
         return f"{engine.name} does not run it, as far as was tried"
     return None

@@ -46,6 +46,8 @@ class Request:
         source: The checkpoint to convert.
         output: Where the result goes.
         text: The options for calibration text.
+        keep_layers: Layers that stay as they are, besides those with windows.
+        all_layers: Whether those with windows are converted, too.
         device: Where layers run and are changed, as on the command line.
         seed: For what the model writes, and the order in which refinement takes blocks of text.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
@@ -56,6 +58,8 @@ class Request:
     source: Source
     output: Output
     text: CalibrationOptions
+    keep_layers: tuple[int, ...] = ()
+    all_layers: bool = False
     device: str = "auto"
     seed: int = 0
     accepts_any_loss: bool = False
@@ -118,10 +122,6 @@ class Plan(Request):
         """The tokens of a sequence at which KV bytes per token count."""
         return self.source.longest_context
 
-    def sized(self, ranks: Sequence[int] | None) -> AttentionSpec:
-        """The sizes of the result, with the ranks that a text has chosen for its layers, if it has."""
-        return replace(self.target.spec, layer_ranks=tuple(ranks)) if ranks else self.target.spec
-
     def kv_bytes_per_token(self, after: AttentionSpec) -> tuple[float, float]:
         """Of the source's cache, and of that of a result with the sizes `after`."""
         source = self.before.bytes_per_token(self.source.dtype, self.context)
@@ -165,7 +165,7 @@ class Plan(Request):
         latent = self.target.spec.kv_lora_rank is not None
         if latent and self.target.spec.qk_rope_head_dim < self.before.num_kv_heads * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
-            seen = [self.family.window(layer) or of for layer in range(self.before.num_layers)]
+            seen = [self.family.window(layer) or of for layer in self.target.spec.changed]
             found = found if found < max(seen) else of
         found = min(found, before.positions if before else of)
         return Calibrated(found, of, found) if found < of else None
@@ -201,6 +201,8 @@ class Plan(Request):
         notes, text = list(self.target.notes), self.calibration
         if windows := self.before.window_note(self.context):
             notes.append(windows)
+        if kept := self.target.spec.kept:
+            notes.append(f"layers that stay as they are: {', '.join(map(str, kept))}")
         if self.target.copies:
             notes += ["the calibration text is not used"] if self.text_given else []
         elif self.from_weights_alone:
@@ -242,6 +244,8 @@ class Plan(Request):
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,
+            **({"keep_layers": list(self.keep_layers)} if self.keep_layers else {}),
+            **({"all_layers": True} if self.all_layers else {}),
             **({"dtype": self.output.dtype} if self.output.dtype else {}),
             **({"engine": self.output.engine} if self.output.engine else {}),
             "max_shard_size": f"{size // unit}{name}",
@@ -268,9 +272,9 @@ class Plan(Request):
             "versions": versions(),
         }
 
-    def as_dict(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-        """The plan for `--json`, with the ranks of its layers once they are chosen: numbers stay numbers."""
-        target, before, after = self.target, self.before, self.sized(ranks)
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for `--json`: numbers stay numbers."""
+        target, before, after = self.target, self.before, self.target.spec
         held = self.kv_bytes_per_token(after)
         return {
             "command": target.command,
@@ -281,6 +285,7 @@ class Plan(Request):
             "query_heads": before.num_heads,
             "kv_heads_before": before.num_kv_heads,
             **target.facts(),
+            **({"kept_layers": list(after.kept)} if after.kept else {}),
             "method": self.applied_method,
             "steps": self.steps,
             "calibration": self.calibration.as_options() if self.calibration else None,

@@ -32,23 +32,6 @@ def fold_of(rope_dim: int, rotary_dim: int) -> int:
     return rotary_dim // math.gcd(rotary_dim, rope_dim)
 
 
-def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
-    """The ranks that a layer may have where layers share the bytes of `mean` ranks each.
-
-    They are even steps from a quarter to five halves of it, and full size if that is less.
-
-    Args:
-        mean: R.
-        full: The rank beyond which nothing is gained.
-        multiple: What each has to be a multiple of.
-    """
-    step = math.lcm(multiple, RANK_STEP if mean >= 4 * RANK_STEP else max(1, mean // 12))
-    first = max(1, mean // 4 // step) * step
-    most = max(first, min(full, 5 * mean // 2))
-    ranks = range(first, most + 1, step)
-    return (*ranks, full) if most == full > ranks[-1] and full % multiple == 0 else tuple(ranks)
-
-
 def format_of(share: float, stored: Container[str]) -> str | None:
     """The format of `--cache-dtype auto` for a share of the source's cache, by `FORMATS`; None if none of them is stored.
 

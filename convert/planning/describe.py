@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.errors import Refusal
 from attention.formats import format_named
@@ -15,7 +15,7 @@ from convert.families.reading import FOUND, INSIDE
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.methods.text import ASSUMED_CONTEXT
-from convert.planning.allowed import host_of, readable
+from convert.planning.allowed import held_by, readable, staying
 from convert.planning.budget import LatentBounds, rule_text, smallest_latent
 from eval.terminal.text import bytes_text, table
 
@@ -46,7 +46,7 @@ def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec, context, carriers = family.spec, source.longest_context, {kind: _carrier(family, kind) for kind in HOSTS}
-    host, _ = carriers["mla"]
+    host = carriers["mla"].host
     facts = {
         "model": source.reference,
         **_origin(source),
@@ -57,7 +57,7 @@ def inspection(source: Source) -> Facts:
         "query_heads": spec.num_heads,
         "kv_heads": spec.num_kv_heads if spec.kv_lora_rank is None else None,
         "head_dim": spec.head_dim,
-        **({} if spec.layer_ranks is None else {"kv_lora_ranks": list(spec.layer_ranks)}),
+        **({"kept_layers": list(spec.kept)} if spec.kept else {}),
         **({} if spec.kv_lora_rank is None else {"kv_lora_rank": spec.kv_lora_rank, "qk_nope_head_dim": spec.qk_nope_head_dim}),
         "max_positions": source.max_positions,
         **family.describe(),
@@ -66,9 +66,10 @@ def inspection(source: Source) -> Facts:
         **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
         "latents_possible": [target.kind for target in latent_targets(source, family, host)] if host else [],
+        **({"layers_that_stay": kept} if (kept := sorted(carriers["mla"].kept)) else {}),
         "output_classes": {
-            kind: f"{carrier.name}, loads in {carrier.loads_in}" if carrier else f"none ({reason})"
-            for kind, (carrier, reason) in carriers.items()
+            kind: f"{host.name}, loads in {host.loads_in}" if host else f"none ({refusal})"
+            for kind, (host, _, refusal) in carriers.items()
         },
         **_noted(source, spec, context),
     }
@@ -111,15 +112,23 @@ def _origin(source: Source) -> dict[str, Any]:
     }
 
 
-def _carrier(family: Family, kind: str, engine: Engine | None = None) -> tuple[Host | None, str | None]:
-    """The output class of a kind of target; or None and the reason."""
+class _Carrier(NamedTuple):
+    """The output class of a kind of target, and the layers that stay as they are; or None, and the reason."""
+
+    host: Host | None
+    kept: Collection[int] = ()
+    refusal: str = ""
+
+
+def _carrier(family: Family, kind: str, engine: Engine | None = None) -> _Carrier:
     if family.needs_code:
-        return None, "results in kvfold's class are not converted again"
+        return _Carrier(None, refusal="results in kvfold's class are not converted again")
     try:
         target = smallest_latent(family) if kind == "mla" else family.spec.grouped(1)
-        return host_of(HOSTS[kind], family, target, engine), None
+        host, made = held_by(HOSTS[kind], family, target, staying(family), engine)
+        return _Carrier(host, made.kept)
     except Refusal as error:
-        return None, str(error)
+        return _Carrier(None, refusal=str(error))
 
 
 def _inspection_text(facts: Mapping[str, Any]) -> str:
@@ -172,17 +181,17 @@ def capacity(
     rows = []
     hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
-    host, reason = hosts["mla"]
-    if host:
+    if host := hosts["mla"].host:
         sizes = latent_targets(source, family, host, engine)
         targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
-        shapes, engines, carrier = family.shapes, None, hosts[kind][0]
+        shapes, engines, (carrier, kept, _) = family.shapes, None, hosts[kind]
         if target != spec:
             if carrier is None:
                 continue
+            target = target.keeping(kept, spec.num_kv_heads)
             made = carrier, family, target
             shapes = carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
@@ -199,7 +208,7 @@ def capacity(
         "gpu_gigabytes": dict(gpus),
         "gpu_share": share,
         "targets": rows,
-        "mla": None if host else f"none: {reason}",
+        "mla": None if host else f"none: {hosts['mla'].refusal}",
         **_noted(source, spec, context),
     }
     return Facts(facts, _capacity_text(facts))

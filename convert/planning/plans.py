@@ -14,7 +14,17 @@ from convert.hosts.engines import Engine, engine_of
 from convert.methods import GROUPED, load_grouped
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
-from convert.planning.allowed import convertible, host_of, require_held, require_served, require_stored, unfit
+from convert.planning.allowed import (
+    Kept,
+    convertible,
+    held_by,
+    host_of,
+    require_held,
+    require_served,
+    require_stored,
+    staying,
+    unfit,
+)
 from convert.planning.base import Plan, Request
 from convert.planning.budget import smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for, with_own_text
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
     from convert.families import Family
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
+    from eval.inputs.source import Source
 
 
 def plan_grouped(
@@ -51,12 +62,13 @@ def plan_grouped(
     source, output = request.source, request.output
     family = convertible(source)
     before = family.spec
-    spec = before.grouped(groups)
+    merged = before.grouped(groups)
     require_proved(family)
     require_served(output.dtype or source.dtype)
     hosts = [host for host in HOSTS["mqa" if groups == 1 else "gqa"] if output_class in (None, host.kind)]
-    engine = engine_of(output.engine)
-    host = host_of(hosts, family, spec, engine, "leave out --class" if output_class else None)
+    engine, hint = engine_of(output.engine), "leave out --class" if output_class else None
+    kept = Kept((), required=False) if merged == before else staying(family, request.keep_layers, request.all_layers)
+    host, spec = held_by(hosts, family, merged, kept, engine, hint)
     require_held(host, family)
     if engine:
         require_stored(engine, cache_dtype, engine.stores(host, spec))
@@ -80,6 +92,8 @@ def plan_grouped(
     else:
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         notes = (f"{heads} KV heads are what the source has: {how} unchanged",)
+    if spec.kept and not request.keep_layers:
+        notes = (*notes, _cost_of_all(source, hosts, family, spec, cache_dtype or output.dtype or source.dtype))
     options = ({} if output_class is None else {"class": output_class}) | ({} if command == "mqa" else {"groups": groups})
     target = GroupedTarget(
         before=before,
@@ -92,6 +106,14 @@ def plan_grouped(
         options=options,
     )
     return Plan.of(request, family, target, text)
+
+
+def _cost_of_all(source: Source, hosts: list[Host], family: Family, spec: AttentionSpec, form: str) -> str:
+    """A note on the cache where windowed layers are converted, too, beside that where they stay."""
+    every, context = spec.keeping((), 0), source.longest_context
+    kept, whole = (one.bytes_per_token(form, context) for one in (spec, every))
+    said = f"windowed layers stay as they are: {kept:.0f} bytes per token at {context:,} tokens"
+    return f"{said}, and {whole:.0f} with --all-layers, in the class {host_of(hosts, family, every).name}"
 
 
 def _refuse_clip(clip: float, method: GroupedMethod, cache_dtype: str | None) -> None:
@@ -138,18 +160,14 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     source, output = request.source, request.output
     family = convertible(source)
     require_proved(family)
-    if size.per_layer_ranks and size.pad_rank:
-        raise Refusal(
-            "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"
-        )
     dtype, engine = output.dtype or source.dtype, engine_of(output.engine)
     require_served(dtype)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    host = _host(family, size, engine)
+    host, smallest = _host(family, size, request, engine)
     require_held(host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    target = Sizing(source, family, host, method, engine, dtype, size).target()
+    target = Sizing(source, family, host, smallest.kept, method, engine, dtype, size).target()
     if engine:
         require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
         if objection := engine.objection(host, family, target.spec):
@@ -159,21 +177,20 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     check_output(output, source.directory)
     calibration = _portable_calibration(method, request.text) if host.portable else request.text
     text = calibration_for(source.max_positions, family.skips, method, calibration)
-    if size.per_layer_ranks and text is None:
-        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     return Plan.of(request, family, target, text)
 
 
-def _host(family: Family, size: LatentSize, engine: Engine | None) -> Host:
-    """The first output class that carries a latent of the source."""
-    smallest = smallest_latent(family)
-    if size.per_layer_ranks:
-        smallest = replace(smallest, layer_ranks=(1,) * family.spec.num_layers)
+def _host(family: Family, size: LatentSize, request: Request, engine: Engine | None) -> tuple[Host, AttentionSpec]:
+    """The first output class that carries a latent of the source, and the smallest, with the layers that stay."""
+    smallest, kept = (
+        smallest_latent(family),
+        staying(family, request.keep_layers, request.all_layers),
+    )
     if size.portable:
-        return host_of(PORTABLE, family, smallest, engine)
+        return held_by(PORTABLE, family, smallest, kept, engine)
     runs = [host.name for host in PORTABLE if engine and unfit(host, family, smallest, engine) is None]
     hint = f"give --portable and --text FILE: {engine.name} runs a {runs[0]}" if engine and runs else None
-    return host_of(HOSTS["mla"], family, smallest, engine, hint)
+    return held_by(HOSTS["mla"], family, smallest, kept, engine, hint)
 
 
 def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:

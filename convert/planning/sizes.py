@@ -11,7 +11,7 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import LatentBounds, fold_of, format_of, layer_ranks
+from convert.planning.budget import LatentBounds, fold_of, format_of
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class LatentSize:
         budget: A share of the source's KV cache (a float), or bytes per token in all layers (an int); or None.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         portable: Whether engines' own DeepSeek classes have to run the result.
-        per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
             of `budget.FORMATS`.
     """
@@ -44,7 +43,6 @@ class LatentSize:
     budget: float | None = None
     pad_rank: bool = False
     portable: bool = False
-    per_layer_ranks: bool = False
     cache_dtype: str | None = None
 
 
@@ -53,12 +51,14 @@ class Sizing(LatentBounds):
     """A request, and what its target depends on.
 
     Attributes:
+        kept: The layers that stay as they are.
         method: The conversion's method.
         engine: The engine that has to run the result, or None.
         dtype: The dtype of the result's weights.
         size: What the user asks for.
     """
 
+    kept: tuple[int, ...]
     method: LatentMethod
     engine: Engine | None
     dtype: str
@@ -74,7 +74,7 @@ class Sizing(LatentBounds):
         cache_dtype = self._format() if by_rule else size.cache_dtype
         form = format_named(cache_dtype or self.dtype)
         rank, rope_dim = self._numbers(form)
-        spec, full = self._spec(rank, rope_dim), self.full_rank(rope_dim)
+        spec = self._spec(rank, rope_dim)
         padded = size.pad_rank or (size.kv_lora_rank is None and self.engine is not None and bool(self.engine.latents))
         used = self._channels(rank, rope_dim, any_rank=padded)
         if self.host.portable and form.classes:
@@ -83,9 +83,7 @@ class Sizing(LatentBounds):
                 "bits",
                 hint="use int4 or q4_0, or leave out --portable",
             )
-        ranks = layer_ranks(rank, full, form.multiple) if size.per_layer_ranks else ()
         spec.bytes_per_token(form.name)  # refuses what the format does not take
-        form.require("latent", *ranks)
         target = LatentTarget(
             before=self.before,
             spec=spec,
@@ -94,7 +92,6 @@ class Sizing(LatentBounds):
             channels=used,
             freqfold=fold_of(rope_dim, self.rotary_dim) if self.method.folds and self.rotary_dim else 1,
             pad_rank=padded,
-            ranks=ranks,
             cache_dtype=cache_dtype,
         )
         return replace(target, notes=(*self._notes(target), *([self._format_note(target)] if by_rule else ())))
@@ -160,12 +157,14 @@ class Sizing(LatentBounds):
 
         P is rounded up to what the format takes, as far as there are rotary dims, and R down.
         """
-        step, before = form.multiple, self.before
-        values = int(budget * 8 * self.context // (sum(before.tokens_held(self.context)) * form.bits))
+        step, held = form.multiple, self.before.tokens_held(self.context)
+        fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
+        least = self._sized(-(-self.with_reserved(1) // step) * step, fewest)
+        changed = sum(held[layer] for layer in least.changed)
+        left = budget * self.context - least.kept_bytes(form.name, self.context)
+        values = int(left * 8 // (changed * form.bits))
         if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
-        fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
-        least = before.latent(-(-self.with_reserved(1) // step) * step, fewest)
         # Refuses a model whose rotary dims are too few for the format.
         least_bytes = math.ceil(least.bytes_per_token(form.name, self.context))
         try:
@@ -175,7 +174,7 @@ class Sizing(LatentBounds):
                 kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
                 rank = (rank + rope_dim - kept) // step * step
                 exists = rank > 0 and (kept > 0 or not rope_dim)
-                if exists and before.latent(rank, kept).bytes_per_token(form.name, self.context) <= budget:
+                if exists and self._sized(rank, kept).bytes_per_token(form.name, self.context) <= budget:
                     return rank, kept
                 values -= 1
         except Refusal as error:
@@ -198,7 +197,7 @@ class Sizing(LatentBounds):
                 f"cannot keep {rope_dim} rotary dims of {reference}: where keys rotate, a RoPE key needs at least 2",
                 hint="give --qk-rope-head-dim 2 or more",
             )
-        spec = self.before.latent(rank, rope_dim)
+        spec = self._sized(rank, rope_dim)
         if rope_dim > most:
             why = f"of each key's {self.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
             if portable:
@@ -212,7 +211,10 @@ class Sizing(LatentBounds):
             )
         if self.engine and self.engine.query_latent(self.before):
             spec = replace(spec, q_lora_rank=self.source.decoder.hidden_size)
-        return replace(spec, layer_ranks=(rank,) * spec.num_layers) if self.size.per_layer_ranks else spec
+        return spec
+
+    def _sized(self, rank: int, rope_dim: int) -> AttentionSpec:
+        return self.before.latent(rank, rope_dim).keeping(self.kept, self.before.num_kv_heads)
 
     def _channels(self, rank: int, rope_dim: int, any_rank: bool) -> int:
         """The channels that carry keys and values; refused if there are none, or more than full size and not `any_rank`."""
@@ -234,18 +236,14 @@ class Sizing(LatentBounds):
 
     def _notes(self, target: LatentTarget) -> Iterator[str]:
         """What the user should know of a target."""
-        spec, ranks, host, source = target.spec, target.ranks, self.host, self.source
+        spec, host, source = target.spec, self.host, self.source
         rank = spec.kv_lora_rank or 0
-        if ranks:
-            yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
-        else:
-            yield _channels_note(rank, target.channels, host)
-            yield from host.notes(self.family)
+        yield _channels_note(rank, target.channels, host)
+        yield from host.notes(self.family)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
-        if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
-            which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
-            yield f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel"
+        if rank % RANK_STEP:
+            yield f"rank {rank} is not a multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, not kvfold's kernel"
         held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
         if held >= self.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"

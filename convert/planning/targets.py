@@ -81,14 +81,12 @@ class LatentTarget(_Target):
         channels: Channels of the latent that carry keys and values.
         freqfold: How many neighbouring frequencies count as one.
         pad_rank: Whether channels beyond full rank were asked for.
-        ranks: The ranks among which the text chooses one for each layer. Empty if all layers have one rank.
     """
 
     method: LatentMethod
     channels: int
     freqfold: int = 1
     pad_rank: bool = False
-    ranks: tuple[int, ...] = ()
 
     command = "mla"
 
@@ -99,7 +97,6 @@ class LatentTarget(_Target):
             "qk_rope_head_dim": self.spec.qk_rope_head_dim,
             **({"pad_rank": True} if self.pad_rank else {}),
             **({"portable": True} if self.host.portable else {}),
-            **({"per_layer_ranks": True} if self.ranks else {}),
             **({} if self.cache_dtype is None else {"cache_dtype": self.cache_dtype}),
         }
 
@@ -118,16 +115,13 @@ class Choice:
 
     Attributes:
         pairs: The frequencies that stay rotary.
-        ranks: The rank of each layer; empty if all have one.
     """
 
     pairs: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
 
-    def allocation(self, target: LatentTarget, rotary: Rotary, layer: int) -> Allocation:
-        """What a method factors a layer to; `rotary` is the source's rotary embedding."""
-        allocation = replace(target.allocation(rotary), pairs=self.pairs)
-        return replace(allocation, rank=self.ranks[layer]) if self.ranks else allocation
+    def allocation(self, target: LatentTarget, rotary: Rotary) -> Allocation:
+        """What a method factors each layer to; `rotary` is the source's rotary embedding."""
+        return replace(target.allocation(rotary), pairs=self.pairs)
 
 
 Target = GroupedTarget | LatentTarget

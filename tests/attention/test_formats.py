@@ -43,11 +43,6 @@ def test_kivi_only_rounds_heads() -> None:
         LATENT.bytes_per_token("kivi4")
 
 
-def test_ranks_of_layers_are_counted_one_by_one() -> None:
-    varied = AttentionSpec(2, 9, 9, 64, kv_lora_rank=96, qk_rope_head_dim=32, qk_nope_head_dim=64, layer_ranks=(64, 128))
-    assert varied.bytes_per_token("int4") == (32 + 4) + (64 + 8) + 2 * (16 + 4)
-
-
 def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
     with pytest.raises(Refusal, match="a head of 6 values cannot be cached in int2: it must be a multiple of 8") as caught:
         AttentionSpec(2, 4, 2, 6).bytes_per_token("int2")

@@ -1,6 +1,5 @@
 """The one formula of KV bytes, the names of attention kinds, and what can be grouped."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,9 +122,10 @@ def test_windows_bound_what_layers_hold() -> None:
         "the windowed layers (15 of 18, which see 512 tokens) are 7.2% of the cache at 32,768 tokens"
     )
     assert (small.at_context(511), small.at_context(512)) == ("", " at 512 tokens")
-    latent = dataclasses.replace(small.latent(96, 32), layer_ranks=(64,) * 17 + (640,))
-    assert latent.cache_bytes("bfloat16", 32768) == ((15 * 511 + 2 * 32768) * 96 + 32768 * 672) * 2
-    assert "are 2.5% of" in str(latent.window_note(32768))
+    latent = small.latent(96, 32).keeping([layer for layer in range(18) if pattern[layer % 6]], 1)
+    assert latent.cache_bytes("bfloat16", 32768) == (15 * 511 * 512 + 3 * 32768 * 128) * 2
+    assert latent.kept_bytes("bfloat16", 32768) == 15 * 511 * 512 * 2
+    assert "are 23.8% of" in str(latent.window_note(32768))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -194,14 +194,15 @@ def test_a_config_without_one_attention_or_a_cache_is_refused(config: Any, messa
         AttentionSpec.from_config(config)
 
 
-def test_layers_may_have_latents_of_different_ranks() -> None:
-    spec = dataclasses.replace(LLAMA_2_7B.latent(512, 64), layer_ranks=(256,) * 16 + (768,) * 16)
-    assert spec.kind == "MLA-256..768+64"
-    assert spec.bytes_per_token("bfloat16") == LLAMA_2_7B.latent(512, 64).bytes_per_token("bfloat16")
-    assert (spec.of_layer(0).kind, spec.of_layer(31).kind) == ("MLA-256+64", "MLA-768+64")
-    assert spec.of_layer(0).values_per_token == 32 * (256 + 64)
-    assert dataclasses.replace(spec, layer_ranks=(512,) * 32).kind == "MLA-512+64"
-    plain = LLAMA_2_7B.latent(512, 64)
-    assert plain.of_layer(3) is plain
-    assert plain.ranks == (512,) * 32
-    assert LLAMA_2_7B.ranks == ()
+def test_layers_may_stay_as_the_source_has_them() -> None:
+    source = LLAMA_3_8B
+    latent, grouped = (made.keeping([19, 0], 8) for made in (source.latent(512, 64), source.grouped(2)))
+    assert (latent.kind, grouped.kind) == ("MLA-512+64 in 30 of 32 layers", "GQA-2 in 30 of 32 layers")
+    assert latent.kept == grouped.kept == (0, 19)
+    assert latent.values_per_token == 30 * 576 + 2 * 2 * 8 * 128
+    assert grouped.bytes_per_token("bfloat16") == (30 * 2 + 2 * 8) * 2 * 128 * 2
+    assert latent.bytes_per_token("int4") == 30 * (256 + 32 + 32 + 4) + 2 * 2 * 8 * (64 + 16)
+    row = sum(form.row_bytes(512, "latent") for form in [FORMATS["mixed"]]) + 32 + 4
+    assert latent.bytes_per_token("mixed") == 30 * row + 2 * 2 * 8 * (64 + 16), "heads beside it are in int4"
+    assert [latent.is_latent(layer) for layer in (0, 1, 19)] == [False, True, False]
+    assert source.latent(512, 64).keeping([], 8) == source.latent(512, 64)

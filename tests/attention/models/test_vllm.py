@@ -91,7 +91,7 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
         ("qwen3", False, {"layer_types": ["full_attention", "sliding_attention"]}, "larger than planned"),
         ("bloom", False, {}, "its grouped attention is built around bloom, which was not run there"),
         ("opt", True, {}, "its latent attention is built around opt, which was not run there"),
-        ("qwen3", True, {"kv_lora_ranks": [8, 16]}, r"different ranks (8 to 16)"),
+        ("qwen3", True, {"kept_layers": [1]}, "1 of its layers are as in its source"),
     ],
 )
 def test_what_vllm_would_run_wrongly_is_refused(
@@ -103,7 +103,7 @@ def test_what_vllm_would_run_wrongly_is_refused(
         layer_types=changes.get("layer_types"),
         rope_parameters=changes.get("rope"),
     )
-    reason = objection(SimpleNamespace(**{"text_config": inner, "inner_windows": None, "kv_lora_ranks": None} | changes))
+    reason = objection(SimpleNamespace(**{"text_config": inner, "inner_windows": None, "kept_layers": None} | changes))
     assert (reason is None) if message is None else (message in str(reason))
 
 

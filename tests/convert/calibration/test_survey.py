@@ -21,7 +21,7 @@ from eval.inputs.sealed import Shelf
 
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
-    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), records_of(model))
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), records_of(model), range(3))
 
 
 def attended(a: Attention, x: torch.Tensor) -> Attended:
@@ -113,7 +113,7 @@ def test_statistics_are_the_moments_of_what_layers_see(
         return weights[name]
 
     stream = stream_of(model, tmp_path / "inputs", blocks, InMemory(model, read))
-    known = survey(stream, Shelf(tmp_path, "source"), records_of(model))
+    known = survey(stream, Shelf(tmp_path, "source"), records_of(model), range(3))
     with torch.inference_mode():
         states = model(blocks, output_hidden_states=True).hidden_states
     for layer, x in enumerate(seen_by(model, blocks)):
@@ -129,7 +129,7 @@ def test_statistics_are_the_moments_of_what_layers_see(
         torch.testing.assert_close(found.sample.rows.float(), x, rtol=1e-2, atol=1e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
     nothing = InMemory(model, lambda name: pytest.fail(f"{name} is read, although the survey is complete"))
-    survey(stream_of(model, tmp_path / "inputs", blocks, nothing), Shelf(tmp_path, "source"), records_of(model))
+    survey(stream_of(model, tmp_path / "inputs", blocks, nothing), Shelf(tmp_path, "source"), records_of(model), range(3))
 
 
 def test_without_a_record_attention_is_assumed() -> None:

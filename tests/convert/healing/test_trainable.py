@@ -37,12 +37,12 @@ def latent_model(**changes: Any) -> Any:
 def test_attention_and_the_norms_before_it_train(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
     family = family_of(model_type).of(model.config)
-    names = trained(model, named(model, family, 3, "attention"))
+    names = trained(model, named(model, family, range(3), "attention"))
     assert all(f"{family.module(layer)}." in " ".join(names) for layer in range(3))
     others = [name for name in names if not any(name.startswith(f"{family.module(layer)}.") for layer in range(3))]
     norms = {norm.name.removesuffix(".weight") for layer in range(3) if (norm := family.input_norm(layer)) is not None}
     assert {name.rpartition(".")[0] for name in others} == norms
-    assert set(names) <= set(trained(model, named(model, family, 3, "all")))
+    assert set(names) <= set(trained(model, named(model, family, range(3), "all")))
 
 
 def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
@@ -55,7 +55,7 @@ def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
     assert rows[:count].all()
     assert not rows[count:].any()
     assert still["kv_a_proj_with_mqa.bias"].tolist() == [True] * rank + [False] * 8  # the RoPE key has biases
-    names = trained(model, named(model, family_of("deepseek_v3").of(model.config), 3, "attention"))
+    names = trained(model, named(model, family_of("deepseek_v3").of(model.config), range(3), "attention"))
     assert f"{LAYER}kv_a_layernorm.weight" not in names
     assert f"{LAYER}kv_a_proj_with_mqa.bias" in names
 
@@ -74,7 +74,7 @@ def test_constants_stay_beside_channels_with_biases() -> None:
 def test_a_norm_that_does_something_trains() -> None:
     model = random_model(tiny_config("deepseek_v3"))
     assert fixed(model) == {}
-    assert f"{LAYER}kv_a_layernorm.weight" in trained(model, named(model, family_of("deepseek_v3"), 3, "attention"))
+    assert f"{LAYER}kv_a_layernorm.weight" in trained(model, named(model, family_of("deepseek_v3"), range(3), "attention"))
 
 
 def test_queries_that_carry_biases_keep_their_latent() -> None:
@@ -126,7 +126,7 @@ def loaded(path: Path) -> Any:
 
 def adapted(path: Path, rank: int = 4) -> tuple[Any, Trainable, list[str]]:
     model = loaded(path)
-    names = trained(model, named(model, readable(Source.parse(str(path), True)), 3, "lora"))
+    names = trained(model, named(model, readable(Source.parse(str(path), True)), range(3), "lora"))
     return model, Trainable(model, names, rank, 0), names
 
 

@@ -25,7 +25,7 @@ def text(vocabulary: int = 96) -> TrainingText:
 
 
 def trainer(student: Any, teacher: Any, directory: Path, micro_batch: int = 2) -> HealingTrainer:
-    names = named(student, family_of(student.config.model_type).of(student.config), 3, "attention")
+    names = named(student, family_of(student.config.model_type).of(student.config), range(3), "attention")
     what = Trainable(student.requires_grad_(False), names)
     module = Distillation(student, teacher.requires_grad_(False), VOCABULARY)
     plan: Any = SimpleNamespace(

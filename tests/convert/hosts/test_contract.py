@@ -6,6 +6,7 @@ tests/convert/families/test_contract.py; here `make test` has a row of each way 
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from attention.latent import is_absorbed
 from attention.models import CODE, MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from attention.spec import AttentionSpec
-from convert.families import FAMILIES
+from convert.families import FAMILIES, Family
 from convert.hosts import Host
-from convert.hosts.kvfold import LATENT_HOST
+from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.latent import DEEPSEEK, MINICPM3
 from convert.hosts.sharing import BIGCODE, FALCON, PHI
 from eval.inputs.source import Source
@@ -46,7 +47,7 @@ def bytes_planned(convert: Convert, command: str, source: Path, out: Path, optio
 @pytest.fixture(scope="session")
 def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Source and result of a row: `made(row, "svd")` at full size, `made(row, "small")`, `made(row, "heads")`; made once."""
-    directory, found = tmp_path_factory.mktemp("contract"), dict[str, tuple[Path, Path]]()
+    directory, found, numbers = tmp_path_factory.mktemp("contract"), dict[str, tuple[Path, Path]](), count()
     text = directory / "text.txt"
     text.write_text(spoken)
 
@@ -54,9 +55,10 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
         if (key := repr((row, what))) in found:
             return found[key]
         copies = {"duplicated": heads_of(row) // row.groups} if what == "heads" else {}
-        source, out = shelf(row.model_type, **copies, **row.changes), directory / str(len(found))
+        source, out = shelf(row.model_type, **copies, **row.changes), directory / str(next(numbers))
         if what == "heads":
-            ok(convert("gqa", source, out, "--groups", row.groups, *(text if o == "TEXT" else o for o in row.options)))
+            options = (text if option == "TEXT" else option for option in row.options)
+            ok(convert("gqa", source, out, "--groups", row.groups, *options, *row.layers))
         elif what == "small":
             ok(convert("mla", source, out, *small(row)))
         elif what == "bfloat16":
@@ -84,16 +86,26 @@ def heads_of(row: Row) -> int:
     return AttentionSpec.from_config(tiny_config(row.model_type, **row.changes)).num_kv_heads
 
 
+def a_layer_kept(model_type: str) -> tuple[Family, AttentionSpec]:
+    family = FAMILIES[model_type].of(tiny_config(model_type))
+    spec = family.spec
+    return family, spec.grouped(spec.num_kv_heads // 2).keeping((1,), spec.num_kv_heads)
+
+
 def halved(model_type: str) -> Row:
     """Half as many heads as it has, in its own class if that can share them."""
     holds = "phi" if model_type in PHI.families else MODEL_TYPE if model_type in IGNORING else model_type
     return Row(model_type, holds, SWITCHED, heads_of(Row(model_type, holds, SWITCHED)) // 2)
 
 
+# Of others, kvfold's grouped attention does not rotate as they do.
+KEEPING = [name for name, of in FAMILIES.items() if of.has_heads and HOST.refuses(*a_layer_kept(name)) is None]
 HEADS: dict[str, Row] = {
     **{name: halved(name) for name, family in FAMILIES.items() if family.has_heads},
     **{f"{name}, behind its norm": Row(name, MODEL_TYPE, changes, 4 if name == "mpt" else 2, FIT, 1e-3)
        for name, changes in held.BEHIND.items()},
+    **{f"{name}, a layer kept": halved(name)._replace(holds=MODEL_TYPE, kept=(1,)) for name in KEEPING},
+    "gemma2, a layer kept and a cap": Row("gemma2", MODEL_TYPE, {"attn_logit_softcapping": 0.5}, 2, kept=(0,)),
     # GPT-Neo's attention is in fp32.
     **{f"{case}, one head": Row(name, "gpt_bigcode", changes, 1, ("--method", "mean"), 1e-6 if name == "gpt_neo" else 1e-11)
        for case, (name, changes) in held.ONE.items()},
@@ -108,10 +120,13 @@ OTHERS = [
     *(f"{name}, behind its norm" for name in ("cohere", "mpt", "olmo2")),
     *(f"{name}, one head" for name in ("opt", "gpt_neo", "gpt2, logits divided by the layer")),
     *(f"gpt_neox, one head, {rope}" for rope in ("a quarter", "half, linear")),
+    *(f"{name}, a layer kept" for name in ("llama", "gpt_neox", "gpt2", "gemma3_text", "mpt")),
+    "gemma2, a layer kept and a cap",
 ]
 # Of each class, with ALiBi, a clamp and a norm, RoPE of neighbours and of a share of dims, learned positions.
 RUNNING = (
     "bloom", "codegen", "falcon", "cohere, behind its norm", "opt, one head", "gpt_neox, one head, a quarter",
+    *(f"{name}, a layer kept" for name in ("llama", "gpt_neox", "gemma3_text")),
 )  # fmt: skip
 ELSEWHERE = [name for name, row in HEADS.items() if row.holds != row.model_type]
 
@@ -130,7 +145,7 @@ def test_equal_heads_merge_without_loss(name: str, made: Made) -> None:
     source, out = made(row, "heads")
     assert config_of(out)["model_type"] == row.holds
     before, after = (AttentionSpec.from_config(Source.parse(str(path)).config) for path in (source, out))
-    assert after == before.grouped(row.groups)
+    assert after == before.grouped(row.groups).keeping(row.kept, before.num_kv_heads)
     if row.holds == row.model_type and FAMILIES[row.model_type].shares_heads:
         assert (config_of(out)["num_key_value_heads"], config_of(out)["head_dim"]) == (row.groups, before.head_dim)
     same_logits(exact_logits(out, row), exact_logits(source, row), row.tolerance)
@@ -145,7 +160,8 @@ def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Conv
     assert not any(info.values()), info
     options = () if "TEXT" in row.options else row.options
     kind = ("--class", "kvfold") if "TEXT" in row.options else ()
-    planned = bytes_planned(convert, "gqa", source, tmp_path / "out", ("--groups", row.groups, *options, *kind))
+    size = ("--groups", row.groups, *options, *kind, *row.layers)
+    planned = bytes_planned(convert, "gqa", source, tmp_path / "out", size)
     if "sliding_window" not in row.changes:  # such layers forget
         assert measured_bytes_per_token(model, "float32") == planned
     ids = tokens(2, 20)
@@ -196,17 +212,22 @@ LATENTS: dict[str, Row] = {
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
        for name in DEEPSEEK.families if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
+    **{f"{name}, a layer kept": latent_of(name)._replace(kept=(1,)) for name in WITH_HEADS},
 }  # fmt: skip
 # Windows, caps and ALiBi; no RoPE, some, or none in some layers; experts; norms of each form, clamps; what a stock class needs.
 KINDS = (
     "bloom", "codegen", "cohere, QK-norm", "gemma2", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "mpt, clipped", "olmo2",
     "smollm3", "stablelm, QK-norm", *(f"{name} as deepseek_v3" for name in ("llama", "phi3", "qwen2")),
     *(f"gemma as minicpm3, {kind}" for kind in ("biases", "YaRN", "heads wider than the model")),
+    *(f"{name}, a layer kept" for name in ("llama", "gptj", "gpt2", "gemma3_text", "phi3")),
 )  # fmt: skip
 FITTED = ("gemma2", "smollm3", "stablelm, QK-norm", "llama as deepseek_v3")
 OTHER_METHODS = [(method, "llama as deepseek_v3") for method in WAYS if method not in ("svd", "weighted with text")]
 # The same, where a row costs more: each form of norms, caps, windows, experts and positions once.
-BOTH = ("bloom", "gemma2", "stablelm, QK-norm", "qwen2 as deepseek_v3", "gemma as minicpm3, biases")
+BOTH = (
+    "bloom", "gemma2", "stablelm, QK-norm", "qwen2 as deepseek_v3", "gemma as minicpm3, biases", "llama, a layer kept",
+    "olmo2, a layer kept",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -240,7 +261,9 @@ def test_small_sizes_run_alike_in_every_way(name: str, made: Made, convert: Conv
     assert all(map(is_absorbed, (module for module in absorbed.modules() if isinstance(module, Own))))
     planned = bytes_planned(convert, "mla", source, tmp_path / "out", small(row))
     if "sliding_window" not in row.changes:  # such layers forget
-        assert planned == 3 * (24 + (0 if row.model_type in NO_ROPE else 4)) * 4
+        before = AttentionSpec.from_config(Source.parse(str(source)).config)
+        kept = len(row.kept) * before.values_per_token // 3
+        assert planned == ((3 - len(row.kept)) * (24 + (0 if row.model_type in NO_ROPE else 4)) + kept) * 4
         assert measured_bytes_per_token(absorbed, "float32") == measured_bytes_per_token(plain, "float32") == planned
     ids = tokens(2, 12)
     expected = said(plain, ids)

@@ -16,11 +16,26 @@ from safetensors.torch import save_file
 from tiny import ROPES, SWITCHES, switched, tiny_config
 from tiny_mla import tokens
 from transformers import AutoModelForCausalLM
-from written import Convert, Logits, Make, damage, edit, is_a_copy, left_nothing, ok, weights
+from written import (
+    Convert,
+    Logits,
+    Make,
+    damage,
+    edit,
+    is_a_copy,
+    left_nothing,
+    ok,
+    read,
+    refused,
+    same_but_for_the_run,
+    weights,
+)
 
+from attention import load
 from attention.errors import Refusal
 from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
+from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.sharing import PHI
@@ -165,7 +180,7 @@ def test_kv_heads_that_the_class_ignores_are_refused(model_type: str, changes: d
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
         ({"qk_norm": NormForm("rms", "head", False, False, 1e-6, after_rotary=True)}, "half", "normalised behind RoPE"),
-        ({"extra_features": {"attn_logit_softcapping": 8.0}}, "half", "sets attn_logit_softcapping to 8.0"),
+        ({"extra_features": {"attention_bias_scale": 8.0}}, "half", "sets attention_bias_scale to 8.0"),
         ({}, "half", "None"),
     ],
 )
@@ -241,6 +256,62 @@ def test_a_plan_names_the_class_that_loses_less_where_it_can_hold_the_result(
     planned = ok(convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, "--no-text", "--dry-run")).output
     assert "queries and keys are normalised, which costs in this class" in planned
     assert ("gqa --class kvfold shares keys behind that" in planned) is named
+
+
+KEEPING = "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--keep-layers", "2,0"
+
+
+def test_layers_that_stay_are_those_of_the_source_bit_for_bit(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    """Also after a healing; and a cache in a format has rows for heads and for the latent, as planned."""
+    source, out, healed = checkpoint("llama"), tmp_path / "out", tmp_path / "healed"
+    said = ok(convert("mla", source, out, *KEEPING, *on)).stdout
+    assert "GQA-4 → MLA-16+8 in 1 of 3 layers" in said
+    ok(convert("heal", out, healed, "--text", letters, "--context", 32, "--tokens", 512, "--batch-tokens", 64, "--lr", 1e-3))
+    before, after, trained = map(weights, (source, out, healed))
+    kept = [name for name in before if "layers.0.self_attn" in name or "layers.2.self_attn" in name]
+    assert kept
+    assert all(torch.equal(found[f"model.{name}"], before[name]) for name in kept for found in (after, trained))
+    changed = [name for name in after if "layers.1.self_attn" in name]
+    assert any(not torch.equal(after[name], trained[name]) for name in changed)
+    provenance, facts = read(out / "conversion.json"), json.loads(ok(convert("inspect", healed, "--json")).stdout)
+    assert provenance["kept_layers"] == facts["kept_layers"] == [0, 2]
+    assert [layer.get("kept", False) for layer in provenance["layers"]] == [True, False, True]
+    assert {f"model.{name}" for name in kept} <= {*provenance["tensors"]["copied"]}
+    assert facts["attention"] == "MLA-16+8 in 1 of 3 layers"
+    ok(convert("run", out, tmp_path / "again"))
+    same_but_for_the_run(out, tmp_path / "again")
+    left_nothing(convert("gqa", out, tmp_path / "two", "--groups", 2), 2, "has latent attention already", tmp_path / "two")
+    for form in ("int8", "int4", "mixed"):
+        model = load(out, cache_dtype=form)
+        held = sum(layer.nbytes for layer in model(tokens(1, 5)).past_key_values.layers)
+        assert held == 5 * AttentionSpec.from_config(model.config).bytes_per_token(form)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kept_layers": [3]}, "kept_layers is [3]; it must list layers from 0 to 2"),
+        ({"kept_layers": "0"}, "kept_layers is 0; it must list layers"),
+        ({"kept_layers": [True]}, "kept_layers is [True]"),
+        ({"shared_kv_heads": 0}, "shared_kv_heads is 0; it must be an integer above 0, beside kept_layers"),
+        (
+            {"kept_layers": None, "shared_kv_heads": 2},
+            "shared_kv_heads is 2; it must be an integer above 0, beside kept_layers",
+        ),
+    ],
+)
+def test_wrong_layers_in_a_config_are_refused(
+    changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    ok(convert("gqa", checkpoint("llama"), tmp_path / "out", "--groups", 2, "--keep-layers", 1, "--no-text"))
+    refused(convert("inspect", edit(tmp_path / "out", **changes)), 2, message)
+
+
+def test_a_class_that_ignores_kept_layers_is_not_counted_by_them() -> None:
+    plain, stray = (tiny_config("deepseek_v3", **changes) for changes in ({}, {"kept_layers": [1]}))
+    assert AttentionSpec.from_config(plain) == AttentionSpec.from_config(stray)
 
 
 def test_a_cache_is_computed_anew_where_longrope_changes_its_frequencies(

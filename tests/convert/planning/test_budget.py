@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attention.errors import Refusal
 from convert.methods.frequencies import pairs_by_stride
-from convert.planning.budget import FORMATS, ROTARY, LatentBounds, fold_of, format_of, layer_ranks
+from convert.planning.budget import FORMATS, ROTARY, LatentBounds, fold_of, format_of
 
 
 def split_budget(
@@ -110,12 +110,3 @@ def test_the_format_of_a_budget_is_the_first_that_is_stored() -> None:
         assert format_of(above, {formats[-1]}) == formats[-1]
         assert format_of(above, ()) is None
     assert [above for above, _ in FORMATS] == sorted((above for above, _ in FORMATS), reverse=True)
-
-
-@pytest.mark.parametrize(("mean", "full", "multiple"), [(512, 4096, 1), (64, 100, 8), (20, 33, 1), (5, 5, 1), (48, 48, 32)])
-def test_ranks_of_layers_are_even_steps_around_the_mean(mean: int, full: int, multiple: int) -> None:
-    ranks = layer_ranks(mean, full, multiple)
-    assert list(ranks) == sorted(set(ranks))
-    assert all(rank % multiple == 0 for rank in ranks)
-    assert max(1, mean // 4) - 16 < ranks[0] <= max(mean, multiple)
-    assert ranks[-1] <= max(ranks[0], min(full, 5 * mean // 2))

@@ -189,7 +189,7 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
         assert found["targets"][0]["kv_bytes"] == 2 * (2 * min(19, context) + context) * row
         assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
         assert ("notes" in found) == (context > 19)
-    heads = grouped(made, output)
+    heads = grouped(made, output, all_layers=True)
     text = str(PlannedConversion(heads)).splitlines()
     assert "KV cache: 332 → 166 bytes per token at 128 tokens (50.0%, kept in float32)" in text
     assert NOTE in text
@@ -198,11 +198,59 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
     # A share of each layer, as without windows; bytes are those of all positions.
     whole = source(**WINDOWS | {"sliding_window": 128}, name="whole")
     for share in (0.5, 0.25):
-        specs = [factored(one, output, budget=share).target.spec for one in (made, whole)]
+        specs = [factored(one, output, budget=share, all_layers=True).target.spec for one in (made, whole)]
         assert (specs[0].kv_lora_rank, specs[0].windows) == (specs[1].kv_lora_rank, (20, None, 20))
-    assert factored(made, output, budget=166).target.spec.bytes_per_token("float32", 128) <= 166
+    assert factored(made, output, budget=166, all_layers=True).target.spec.bytes_per_token("float32", 128) <= 166
     with pytest.raises(Refusal, match=r"of 333 bytes per token exceeds the 332 of .* at 128 tokens: nothing to save"):
         factored(made, output, budget=333)
+
+
+def test_layers_whose_cache_does_not_grow_stay_as_they_are(source: Sources, output: Output) -> None:
+    made, row, context = source(**WINDOWS), 2 * 4 * 8 * 4, 128
+    latent, heads, every = factored(made, output, budget=0.6), grouped(made, output), grouped(made, output, all_layers=True)
+    assert (latent.target.spec.kept, heads.target.spec.kept, every.target.spec.kept) == ((0, 2), (0, 2), ())
+    assert [plan.layout.model_type for plan in (latent, heads, every)] == ["kvfold", "kvfold", "gemma3_text"]
+    assert heads.target.spec.cache_bytes("float32", context) == 2 * 19 * row + context * row // 2
+    assert latent.target.spec.bytes_per_token("float32", context) <= 0.6 * 332
+    assert "layers that stay as they are: 0, 2" in heads.notes
+    said = (
+        "windowed layers stay as they are: 204 bytes per token at 128 tokens, and 166 with --all-layers, in the class its own"
+    )
+    assert any(note.startswith(said) for note in heads.notes)
+    with pytest.raises(Refusal, match="too small for any rank: the budget leaves -") as refused:
+        factored(made, output, budget=0.2)
+    assert "the least is 88 bytes per token at 128 tokens" in str(refused.value.hint)
+    # Engines run no layers of two kinds: for them, all are converted in the source's class.
+    served = grouped(made, replace(output, engine="vllm"))
+    assert (served.target.spec.kept, served.layout.model_type) == ((), "gemma3_text")
+    bounded = source("mistral", sliding_window=16, name="bounded")
+    assert grouped(bounded, output).target.spec.kept == (), "no layer of it grows"
+    facts = inspection(made)
+    assert facts["layers_that_stay"] == [0, 2]
+    kinds = [row["kind"] for row in capacity(made, "float32", 1, 1000, ROOM, 0.9)["targets"]]
+    assert kinds[:3] == ["GQA-4", "GQA-2 in 1 of 3 layers", "MQA in 1 of 3 layers"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        ((3,), {}, "cannot keep layer 3: the model has layers 0 to 2"),
+        ((-1,), {}, "cannot keep layer -1"),
+        ((0, 1, 2), {}, "all layers would stay as they are"),
+        ((1,), {"engine": "vllm"}, "its layers all have one kind of attention, and some are to stay as they are"),
+        ((1,), {"engine": "llama.cpp"}, "llama.cpp does not run it"),
+        ((1,), {"portable": True}, "its layers all have one kind of attention, and some are to stay as they are"),
+    ],
+)
+def test_layers_that_cannot_stay_are_refused(
+    layers: tuple[int, ...], options: dict[str, Any], message: str, source: Sources, output: Output
+) -> None:
+    where, size = replace(output, engine=options.pop("engine", None)), {"kv_lora_rank": 8, "qk_rope_head_dim": 2} | options
+    with pytest.raises(Refusal, match=message):
+        factored(source(), where, keep_layers=layers, **size)
+    if "portable" not in options:
+        with pytest.raises(Refusal, match=message):
+            grouped(source(), where, keep_layers=layers)
 
 
 def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Output) -> None:

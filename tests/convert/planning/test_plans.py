@@ -191,13 +191,6 @@ def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept:
     factored(source(head_dim=32), output, budget=least, cache_dtype=form)
 
 
-def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output: Output) -> None:
-    size: dict[str, Any] = {"budget": 0.3, "per_layer_ranks": True}
-    found = target(source(hidden_size=256, head_dim=32), output, "weighted", TEXT, cache_dtype="int4", **size)
-    assert len(found.ranks) > 2
-    assert all(rank % 8 == 0 for rank in found.ranks)
-
-
 @pytest.mark.parametrize(("above", "formats"), FORMATS)
 @pytest.mark.parametrize("changes", [{}, {"portable": True}, {"portable": True, "engine": "llama.cpp"}], ids=str)
 def test_a_budget_has_a_format_by_rule(

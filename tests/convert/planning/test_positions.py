@@ -63,7 +63,7 @@ def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
 
 
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {  # the source, and what its result is held by
-    "kvfold, built around it": ("qwen3", {}), "kvfold": ("llama", {"per_layer_ranks": True}), "deepseek_v3": ("llama", {}),
+    "kvfold, built around it": ("qwen3", {}), "kvfold": ("llama", {"keep_layers": (1,)}), "deepseek_v3": ("llama", {}),
 }  # fmt: skip
 
 
