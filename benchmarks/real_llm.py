@@ -1,6 +1,6 @@
 """What conversion costs a real language model: perplexity against KV bytes per token, by position and over distance.
 
-    python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
+    python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
                                       [--shares %,…] [--portable] [--heal TOKENS] [--formats NAME,…]
 
@@ -10,8 +10,8 @@ Without --text and --evaluate, both come from WikiText-2 through the package dat
 its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache by
-`pca` and `weighted`. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
-portable results, and with --heal the plain results of both are also trained for so many tokens. For `mixed`, which takes
+`pca` and `weighted`. With --portable, `weighted` also writes portable results, and with --heal the plain results of
+`aligned` and `weighted` are also trained for so many tokens. For `mixed`, which takes
 channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
 2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot
 is written to DIR/real_llm.svg, too). Last, what each of these finds again is measured (DIR/probes), with caches as they
@@ -99,12 +99,11 @@ def sizes(facts: Any, shares: list[float]) -> Iterator[tuple[int, int]]:
 
 def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
     """All conversions."""
-    ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
-    latents = ways | ({"-portable": text | {"portable": True}} if given.portable else {})
+    latents = {"": text} | ({"-portable": text | {"portable": True}} if given.portable else {})
     found = []
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
-        found += [Step(f"gqa-{groups}-aligned{way}", gqa, {"groups": groups} | options) for way, options in ways.items()]
+        found.append(Step(f"gqa-{groups}-aligned", gqa, {"groups": groups} | text))
     for rank, rope in sizes(facts, given.shares):
         size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
         found.append(Step(f"mla-{rank}+{rope}-pca", mla, size | text | {"method": "pca"}))
@@ -167,7 +166,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
     parser.add_argument("--shares", type=numbers, default=[50, 100 / 3], metavar="%,…")
-    parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
     parser.add_argument("--formats", type=lambda names: names.split(","), default=FORMATS, metavar="NAME,…")
@@ -194,7 +192,6 @@ def main(arguments: list[str] | None = None) -> None:
     for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
         encoded = sum(mixed if form == "mixed" else compared for form in formats)
         tokens += round((2 + len(wanted) + ENCODED * encoded) * cost)
-    tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and two evaluations: about {minutes} minutes", flush=True)

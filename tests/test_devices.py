@@ -270,7 +270,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, without_classes: None, without_gradie
 
 
 CONVERSIONS: dict[str, tuple[str, tuple[int, int], Callable[..., Any], dict[str, Any]]] = {
-    "gqa": ("qwen2", (2, 4), gqa, {"groups": 2, "refit": False, "refine": 1}),
+    "gqa": ("qwen2", (2, 4), gqa, {"groups": 2, "refit": False}),
     "mla": ("llama", (1, 2), mla, {"kv_lora_rank": 16, "qk_rope_head_dim": 4}),
 }
 

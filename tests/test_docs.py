@@ -23,7 +23,7 @@ COMMAND = re.compile(r"^(?:\$ )?(?:(?:torchrun|accelerate) .* )?(?:convert|kvfol
 MODELS = ("MODEL", "SOURCE", "english-6m-mha")
 SMALL = {
     "--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32",
-    "--refine": "1", "--context": "64", "--batch": "2",
+    "--context": "64", "--batch": "2",
 }  # fmt: skip
 # Behind what a page says: of an option that is given twice, the last one counts, and of --text both.
 CONVERSION = ["--text", "more.txt", "--calibration-tokens", "512", "--calibration-context", "64", "--heal", "0", "--overwrite"]

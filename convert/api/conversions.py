@@ -119,7 +119,6 @@ def request_of(model: str | Path, output: str | Path, given: Mapping[str, Any]) 
         tokens=given["calibration_tokens"],
         context=given["calibration_context"],
         refit=given["refit"],
-        refine=given["refine"] or 0,
         max_context=given["max_context"],
         no_text=given["no_text"],
         heal=given["heal"],

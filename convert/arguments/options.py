@@ -129,9 +129,6 @@ class Calibrating(TypedDict, total=False):
         bool | None,
         Option("Fit queries, keys, outputs and, for GQA, values by least squares.", unset="with text, for methods that use it"),
     ]
-    refine: Annotated[
-        int | None, Option("Train each converted layer for STEPS steps to match the source's layer.", least=1, metavar="STEPS")
-    ]
     heal: Annotated[
         int | str | None,
         Option(
@@ -155,7 +152,7 @@ class Writing(TypedDict, Generic[Dry], total=False):
     dtype: Annotated[str | None, Option("Store floats in this dtype.", unset="as in MODEL", choices=DTYPES)]
     engine: Annotated[str | None, Option("Make what this engine runs, and refuse what it does not.", choices=tuple(ENGINES))]
     device: Annotated[str, DEVICE]
-    seed: Annotated[int, _seed("For the text that MODEL writes, and for the order in which --refine reads blocks.")]
+    seed: Annotated[int, _seed("For the text that MODEL writes.")]
     max_shard_size: Annotated[
         int | str,
         Option(

@@ -1,5 +1,4 @@
-"""Least squares on calibration text, after a method has done its part: the closed form of what
-`convert.calibration.refine` descends.
+"""Least squares on calibration text, after a method has done its part.
 
 Methods take queries, keys, values and distances for independent. `refitted` fits each of them to the others on the text:
 queries (`queries`) and keys (`keys`) by turns, as long as that helps, then values (`values`). A change is taken as far as it

@@ -157,24 +157,20 @@ class LayerStream:
         trim_memory()
 
     def rest(self, layer: int) -> dict[str, torch.Tensor]:
-        """The layer's tensors but those of its attention, for `run` and `read`."""
+        """The layer's tensors but those of its attention, for `read`."""
         return self._read(self._path(layer), [self._paths.module(layer)])
 
-    def run(
-        self, layer: int, rest: Mapping[str, torch.Tensor], inputs: Inputs, weights: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """The layer's output `[b, T, E]`, differentiable in its attention's `weights`, by their names in checkpoints."""
-        path = self._paths.module(layer)
-        attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
-        # Conversions on loading would not pass gradients.
-        assert not any(map(self._tensors.is_converted, attention)), "an attention whose tensors are fused on loading"
-        given = {name: self._tensors.tensor(name, weights.__getitem__) for name in attention}
-        return self._forward(layer, inputs, {**rest, **given})
-
+    @torch.no_grad()
     def read(
         self, layer: int, rest: Mapping[str, torch.Tensor], inputs: Inputs, weights: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """What the output projection reads in `run`, `[b, T, H D]`; the layer stops there."""
+        """What the output projection reads, `[b, T, H D]`, with its attention's `weights`, by their names in checkpoints.
+
+        The layer stops there.
+        """
+        path = self._paths.module(layer)
+        names = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
+        given = {name: self._tensors.tensor(name, weights.__getitem__) for name in names}
         seen: list[torch.Tensor] = []
 
         def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -183,7 +179,7 @@ class LayerStream:
 
         output = self._model.get_submodule(self._paths.output(layer))
         with output.register_forward_pre_hook(look), contextlib.suppress(_EnoughError):
-            self.run(layer, rest, inputs, weights)
+            self._forward(layer, inputs, {**rest, **given})
         return seen[0]
 
     def batch(self, layer: int, batch: int) -> Inputs:

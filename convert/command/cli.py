@@ -214,7 +214,7 @@ def sweep(*names: Any, **given: Any) -> Printed:
 
     Collects the statistics of the text once for all of them, and once for pca. DIR/report plots perplexity against KV bytes
     per token. Without --groups and --mla, the targets are a half, a quarter, … of MODEL's KV heads, and MLA at 25 % and
-    12.5 % of its cache. Text goes to the methods that use it; --refit and --refine go to aligned and weighted only.
+    12.5 % of its cache. Text goes to the methods that use it; --refit goes to aligned and weighted only.
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """

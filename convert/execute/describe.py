@@ -53,8 +53,7 @@ class PlannedConversion:
         return self.plan.as_dict()
 
     def __str__(self) -> str:
-        lines = _plan_lines(self.plan, self.plan.target.spec)
-        return "\n".join([*lines, *_said(self.plan.calibrated), f"would be written to {_where(self.plan)}"])
+        return "\n".join([*_plan_lines(self.plan), *_said(self.plan.calibrated), f"would be written to {_where(self.plan)}"])
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Conversion(PlannedConversion):
         return super().as_dict() | {"conversion": self.provenance}
 
     def __str__(self) -> str:
-        lines = [*_plan_lines(self.plan, self.after), *_measured(self.provenance), f"written to {_where(self.plan)}"]
+        lines = [*_plan_lines(self.plan), *_measured(self.provenance), f"written to {_where(self.plan)}"]
         return "\n".join([*lines, *_said(Calibrated.read(self.provenance))])
 
 
@@ -96,17 +95,15 @@ def _where(plan: Plan) -> str:
     return f"{plan.output.path}, loads in {host.loads_in} as {host.layout(plan.family).model_type}"
 
 
-def _plan_lines(plan: Plan, spec: AttentionSpec) -> list[str]:
-    method, text = plan.target.method, plan.calibration
+def _plan_lines(plan: Plan) -> list[str]:
+    spec, method, text = plan.target.spec, plan.target.method, plan.calibration
     (before, after), at = plan.kv_bytes_per_token(spec), plan.before.at_context(plan.context)
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
         how += f", calibrated on at most {text.tokens} tokens of {names_of(text.texts)} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
-    words = {"cast": f"cast to {plan.output.dtype}"}
-    if text:
-        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
+    words = {"cast": f"cast to {plan.output.dtype}", "heal": f"heal the whole on {text.heal if text else 0} tokens"}
     steps = [words.get(step, step) for step in plan.steps]
     return [
         f"{plan.before.kind} → {spec.kind}, {how}",

@@ -47,12 +47,12 @@ def convert_layers(job: Job) -> dict[str, Any]:
         work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
         named = tokenizer_class(source, plan.plain_config(target.spec, None))
         statistics: StatisticsOf = job.assumed
-        if job.text and (job.text.calibration.in_sequence or target.method.text is not TextUse.IGNORED):  # not to heal alone
+        if job.text and (job.text.calibration.refit or target.method.text is not TextUse.IGNORED):  # not to heal alone
             statistics = surveyed(job, job.text)
         if isinstance(target, LatentTarget):
             job = replace(job, choice=choose(job, target, statistics))
         make_layer: MakeLayer = partial(job.converted, statistics=statistics)
-        if job.text and job.text.calibration.in_sequence:
+        if job.text and job.text.calibration.refit:
             make_layer = in_sequence(job, job.text)
         layers = _write_weights(work, job.manifest, shards, make_layer, job.progress)
         write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
@@ -78,12 +78,12 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
     plan, method = job.plan, job.plan.target.method
     width = plan.source.decoder.hidden_size
     needed = inputs = 2 * 4 * len(text.tokens.ids) * width
-    if isinstance(method, LatentMethod) or not text.calibration.in_sequence:  # the survey
+    if isinstance(method, LatentMethod) or not text.calibration.refit:  # the survey
         sample = 2 * width * max(text.calibration.context, SURVEYED)
         needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
         if plan.reads_projections:  # queries, head by head
             needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
-    if text.calibration.in_sequence:
+    if text.calibration.refit:
         converted = (unit for unit in job.manifest.units if unit.layer is not None)
         needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
     there = (file for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir())

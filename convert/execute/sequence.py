@@ -6,7 +6,6 @@ result so far. Finished layers and the inputs of the next one are on disk, where
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -14,13 +13,11 @@ from attention.auto import config_of
 from attention.encoded_forward import rounding_cache
 from attention.record import Record
 from convert.calibration.outputs import OutputFit
-from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
-from convert.methods.statistics import EXCERPT
 from convert.planning.calibration import CalibrationText
 from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
@@ -31,7 +28,7 @@ def in_sequence(job: Job, text: CalibrationText) -> Callable[[int], Content]:
 
     Args:
         job: The conversion; its work directory keeps finished layers.
-        text: The calibration: whether to refit, and the number of refinement steps.
+        text: The calibration text.
 
     Returns:
         Maps a layer's index to its tensors and its note.
@@ -61,7 +58,7 @@ class _Pair:
     """The source (`teacher`) and the result (`student`), run over the same text. Arguments as of `in_sequence`."""
 
     def __init__(self, job: Job, text: CalibrationText) -> None:
-        self._job, self._layout, self._how, plan, steps = job, job.plan.layout, text.calibration, job.plan, job.work.steps
+        self._job, self._layout, plan, steps = job, job.plan.layout, job.plan, job.work.steps
         config = config_of(plan.plain_config(job.spec, job.choice.pairs))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
         cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, job.spec)
@@ -84,12 +81,12 @@ class _Pair:
 
     def converted(self, layer: int) -> Content:
         """The layer after all steps. The source has then run past it."""
-        job, how = self._job, self._how
+        job = self._job
         if layer in job.spec.kept:
             self.teacher.advance(layer)
             return job.kept(layer)
         tensors, source = job.read_layer(layer)
-        sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable) if how.refit else EXCERPT
+        sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable)
         moments = Moments(layer, self.teacher, source, sample, job.shows_attention)
         self.teacher.observe(layer, moments.see)
         observed = moments.statistics()
@@ -97,19 +94,11 @@ class _Pair:
         errors = job.error_of(source, after, observed)
         if after.o_bias is None and self._biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-        if how.refit:
-            after = self._refitted(layer, after)
-        else:
-            self.teacher.advance(layer)
-        if how.refine:
-            write = partial(self._write, layer)
-            after, steps = refined(after, write, self.student, self.teacher, layer, how.refine, job.plan.seed)
-            errors |= steps
-        return job.as_stored(layer, tensors, after, errors)
+        return job.as_stored(layer, tensors, self._refitted(layer, after), errors)
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)
-        weights = self._write(layer, after)
+        weights = {name: tensor.float() for name, tensor in self._layout.join(after, self._job.spec, layer).items()}
         lacking = self._job.plan.family.traits.adds_output
         rest = self.student.rest(layer)
 
@@ -119,8 +108,3 @@ class _Pair:
 
         self.teacher.advance(layer, attended=attended)
         return fit.record()
-
-    def _write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
-        """The layer's attention in the result's layout, fp32."""
-        tensors = self._layout.join(record, self._job.spec, layer)
-        return {name: tensor.float() for name, tensor in tensors.items()}

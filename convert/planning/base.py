@@ -49,7 +49,7 @@ class Request:
         keep_layers: Layers that stay as they are, besides those with windows.
         all_layers: Whether those with windows are converted, too.
         device: Where layers run and are changed, as on the command line.
-        seed: For what the model writes, and the order in which refinement takes blocks of text.
+        seed: For what the model writes.
         accepts_any_loss: Whether the result is published however much it loses: the user has named a method, or forced it.
         accepts_a_copy: Whether the result may be the source itself.
         checks: Whether the result is compared with its source at the end. A sweep evaluates all of its results instead.
@@ -225,7 +225,6 @@ class Plan(Request):
             "queries behind a norm": target.spec.q_lora_rank is not None,
             "scale": target.spec.kv_lora_rank is not None,
             "fit to outputs": refit,
-            "refine": text is not None and text.refine > 0,
             "cast": self.output.dtype not in (None, self.source.dtype),
             "heal": bool(text and text.heal),
         }

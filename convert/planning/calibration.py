@@ -38,8 +38,8 @@ class CalibrationOptions:
         texts: None for no text.
         tokens: How many tokens to use, in blocks spread evenly over the start of each text (`eval.inputs.text.reach`).
         context: Tokens per block.
-        refit: Whether least squares refits queries, keys, values (GQA) and output projections.
-        refine: Steps of gradient descent that fit each layer's attention to the source's.
+        refit: Whether layers are converted in order, each behind the converted ones, and least squares refits queries, keys,
+            values (GQA) and output projections.
         max_context: Tokens of the longest context that the result is for; None for all positions of the source, or, where
             positions cannot skip, for `context`.
         no_text: Whether methods that use text have to do without; otherwise the model writes one where none is given.
@@ -50,7 +50,6 @@ class CalibrationOptions:
     tokens: int | None = None
     context: int | None = None
     refit: bool | None = None
-    refine: int = 0
     max_context: int | None = None
     no_text: bool = False
     heal: int | None = None
@@ -76,7 +75,6 @@ class Calibration:
     tokens: int
     context: int
     refit: bool
-    refine: int
     max_context: int
     retrieval_limit: int | None = None
     heal: int | None = 0
@@ -101,15 +99,10 @@ class Calibration:
         """Tokens of the blocks that a healing sees: blocks of the calibration, or equal parts of these."""
         return self.context // -(-self.context // _HEALED_CONTEXT)
 
-    @property
-    def in_sequence(self) -> bool:
-        """Whether layers are converted in order, each fitted to the source's behind the converted ones."""
-        return bool(self.refit or self.refine)
-
     def as_options(self) -> dict[str, Any]:
         """The options of the command line."""
-        idle = {"max_context": self.retrieval_limit is None, "refine": not self.refine}
-        return {name: value for name, value in _as_options(self).items() if not idle.get(name)}
+        idle = {"max_context"} if self.retrieval_limit is None else set()
+        return {name: value for name, value in _as_options(self).items() if name not in idle}
 
 
 def _as_options(of: CalibrationOptions | Calibration) -> dict[str, Any]:
@@ -120,7 +113,6 @@ def _as_options(of: CalibrationOptions | Calibration) -> dict[str, Any]:
         "calibration_context": of.context,
         "max_context": of.max_context,
         "refit": of.refit,
-        "refine": of.refine,
         "heal": of.heal,
     }
 
@@ -208,7 +200,7 @@ class CalibrationText:
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: all, or the same part of each where layers then see all in sequence."""
         context, whole = self.calibration.context, len(self.tokens.ids)
-        count = max(context, min(whole, _DECIDED_ON) if self.calibration.in_sequence else whole)
+        count = max(context, min(whole, _DECIDED_ON) if self.calibration.refit else whole)
         counts = [max(1, count * len(part.ids) // whole // context) * context for part in self.parts]
         return replace(self, parts=tuple(part.spread(n, context) for part, n in zip(self.parts, counts, strict=True)))
 
@@ -235,7 +227,7 @@ def calibration_for(positions: int | None, skips: bool, method: Method, wanted: 
     Raises:
         Refusal: The method needs text and has none, or cannot use it.
     """
-    if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine or wanted.heal:
+    if method.text is not TextUse.IGNORED or wanted.refit or wanted.heal:
         wanted = with_own_text(wanted)
     if not wanted.texts and method.text is TextUse.NEEDED:
         without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
@@ -246,7 +238,7 @@ def calibration_for(positions: int | None, skips: bool, method: Method, wanted: 
     require_consistent(positions, wanted)
     if not wanted.texts:
         return None
-    if method.text is TextUse.IGNORED and not (wanted.refit or wanted.refine or wanted.heal is not None):
+    if method.text is TextUse.IGNORED and not (wanted.refit or wanted.heal is not None):
         raise Refusal(f"method {method.name} looks at weights only and has no use for {wanted.flags}", hint="leave it out")
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
@@ -262,7 +254,7 @@ def calibration_for(positions: int | None, skips: bool, method: Method, wanted: 
     retrieval_limit = max(longest, context) if method.text is TextUse.USED else None
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
-    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, retrieval_limit, heal)
+    return Calibration(wanted.texts, tokens, context, refit, longest, retrieval_limit, heal)
 
 
 def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:

@@ -29,8 +29,8 @@ def plans_for(
     """One plan per target and method, in the order of the report.
 
     Args:
-        request: What the user asks for; its output is DIR. At least one method must use its text. Steps beyond a method
-            (`--refine`, …) apply to our own methods only.
+        request: What the user asks for; its output is DIR. At least one method must use its text. `--refit` applies to our
+            own methods only.
         groups: KV heads of GQA; if None and `latents` is None too, halves of the source's.
         latents: Sizes of MLA; if None and `groups` is None too, shares of the source's cache.
         names: Of methods; None for all that can run.

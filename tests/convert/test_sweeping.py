@@ -216,8 +216,8 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),
     "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
     "steps for no method": (
-        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
-        "no method of this sweep has any use for --refine and --refit",
+        ["--methods", "mean,pca", "--text", "TEXT", "--refit"],
+        "no method of this sweep has any use for --refit",
     ),
 }  # fmt: skip
 

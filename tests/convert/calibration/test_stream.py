@@ -155,16 +155,10 @@ def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str,
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".layers.0.self_attn." in name}
     stream.embed()
     rest = stream.rest(0)
-    for weight in weights.values():
-        weight.requires_grad_(True)
-    hidden = stream.run(0, rest, stream.batch(0, 0), weights)
-    gradients = torch.autograd.grad(hidden.square().sum(), list(weights.values()))
-    assert all(gradient.any() for gradient in gradients)
     read = stream.read(0, rest, stream.batch(0, 0), weights)
     attended: list[torch.Tensor] = []
     stream.advance(0, attended=lambda batch, inputs, added: attended.append(added))
     torch.testing.assert_close(read @ weights["model.layers.0.self_attn.o_proj.weight"].T, attended[0])
-    torch.testing.assert_close(hidden, stream.batch(1, 0).hidden, rtol=1e-4, atol=1e-4)
     assert unloaded(stream)
 
 

@@ -147,7 +147,7 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     ([*GQA, "--max-shard-size", "5 parsecs"], 2, "invalid size"),
     ([*MLA, "--method", "magic"], 2, "'magic' is not one of"),
     ([*MLA, "--method", "pca", "--text", "missing.txt"], 2, "does not exist"),
-    ([*MLA, "--text", "T", "--refine", 0], 2, "0 is not in the range x>=1"),
+    (["plan", "M", "--batch", 0], 2, "0 is not in the range x>=1"),
     ([*MLA, "--text", "T", "--no-text"], 2, "give either a text to calibrate on or --no-text"),
     (["gqa", "M", "M", "--groups", 1], 2, "lie inside each other"),
     (["plan", "M", "--gpu", "large"], 2, "is not a GPU"),

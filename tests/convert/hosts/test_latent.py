@@ -328,13 +328,6 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
     assert (logits(tmp_path / "with") - expected).square().mean() < 1e-3 * expected.var()
 
 
-def test_refinement_leaves_queries_behind_their_norm(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
-    options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 512, "--refine", 2, "-q")
-    ok(convert("mla", checkpoint(num_hidden_layers=1), tmp_path / "out", *options, "--engine", "llama.cpp"))
-    down = weights(tmp_path / "out")[f"{PREFIX}q_a_proj.weight"]
-    assert torch.equal(down, down.diag().diag())
-
-
 def test_a_ladder_is_written_as_it_was_made(
     checkpoint: Make, convert: Any, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def test_kvfolds_class_is_built_around_it() -> None:
 def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
     """The result's layers are run by its own class while queries, keys, values and outputs are fitted."""
     source = checkpoint("opt")
-    with_text = ["--text", words, "--calibration-tokens", 384, "--refine", 2]
+    with_text = ["--text", words, "--calibration-tokens", 384]
     ok(convert("mqa", source, tmp_path / "out", *with_text))
     assert config_of(tmp_path / "out")["model_type"] == "gpt_bigcode"
     ok(convert("mqa", source, tmp_path / "plain"))

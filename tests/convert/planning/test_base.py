@@ -22,7 +22,7 @@ from eval.inputs.loading import load
 from eval.inputs.source import Source
 
 OWN = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
+TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64)
 SIZE = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 
 
@@ -38,7 +38,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
     assert found == {
         "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
         "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
-        "calibration_context": 64, "max_context": 128, "refit": True, "refine": 3, "heal": 0,
+        "calibration_context": 64, "max_context": 128, "refit": True, "heal": 0,
     }  # fmt: skip
     assert json.loads(json.dumps(found)) == found
 
@@ -63,7 +63,6 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
         "kv_bytes_per_token_after": 3 * 32 * 2,
     }  # fmt: skip
     assert found.items() >= expected.items()
-    assert found["calibration"]["refine"] == 3
     assert found["notes"] == list(plan.notes)
     own = grouped(source("qwen3"), output).as_dict()
     assert (own["model_type"], own["kv_heads_after"], own["calibration"]) == ("qwen3", 2, None)
@@ -140,7 +139,7 @@ HIDDEN = "only outputs are refitted:"
 def test_what_cannot_be_refitted_is_remarked(
     model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources, output: Output
 ) -> None:
-    text = replace(TEXT, refit=refit, refine=0, heal=0)
+    text = replace(TEXT, refit=refit, heal=0)
     plan = grouped(source(model_type, **changes), output, method="aligned", text=text)
     assert [said for said in plan.notes if said.startswith(HIDDEN)] == ([] if note is None else [note])
 
@@ -175,7 +174,6 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(checkpoint: Make, tmp_pa
         ({"context": 16}, {"calibration_context", "calibration_hashes"}),
         ({"tokens": 128}, {"calibration_tokens", "calibration_hashes"}),
         ({"refit": False}, {"refit"}),
-        ({"refine": 2}, {"refine"}),
         ({"method": "mean", "refit": True}, {"method", "max_context"}),
         ({"heal": 640}, set()),
     ],

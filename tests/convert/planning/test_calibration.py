@@ -31,8 +31,8 @@ def decided(source: Source, method: str = "weighted", **options: Any) -> Calibra
     [
         ({}, ""),
         ({"texts": TEXT}, "--text"),
-        ({"texts": texts_of(None, "wikitext"), "refine": 5, "tokens": 10}, "--calibration-tokens and --dataset and --refine"),
-        ({"refit": False, "refine": 2, "context": 7}, "--calibration-context and --refine"),
+        ({"texts": texts_of(None, "wikitext"), "refit": True, "tokens": 10}, "--calibration-tokens and --dataset and --refit"),
+        ({"refit": True, "context": 7}, "--calibration-context and --refit"),
         ({"refit": True}, "--refit"),
     ],
 )
@@ -47,7 +47,7 @@ def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
     healed = None if refit else 0  # the device decides
-    expected = Calibration(TEXT, 32768, 128, refit, 0, 128, 128 if refit else None, healed)
+    expected = Calibration(TEXT, 32768, 128, refit, 128, 128 if refit else None, healed)
     assert found == expected, "blocks are no longer than the model's positions"
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
@@ -75,13 +75,12 @@ def test_a_models_own_text_is_many_short_ones(
 
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
-    found = decided(source(), texts=TEXT, tokens=500, context=50, refit=False, refine=3, heal=640)
-    assert found == Calibration(TEXT, 500, 50, False, 3, 128, 128, 640)
-    assert found.in_sequence
-    assert not decided(source(), texts=TEXT, refit=False).in_sequence
+    found = decided(source(), texts=TEXT, tokens=500, context=50, refit=False, heal=640)
+    assert found == Calibration(TEXT, 500, 50, False, 128, 128, 640)
+    assert not found.refit
     for method in ("pca", "svd", "mean"):  # fitted afterwards
         fitted = decided(source(), method, texts=TEXT, refit=True)
-        assert (fitted.refit, fitted.in_sequence) == (True, True)
+        assert fitted.refit
     for method in METHODS:
         assert method == "pca" or decided(source(), method) is None
     shorter = decided(source(), texts=TEXT, context=50, max_context=100)
@@ -101,7 +100,7 @@ def test_without_skips_a_block_shows_all_distances(source: Sources) -> None:
     ("method", "options", "message", "hint"),
     [
         ("pca", {}, "method pca needs text to calibrate on", "weighted or svd needs none"),
-        ("weighted", {"refine": 3}, "--refine is about calibration text, and there is none", "give --text FILE"),
+        ("weighted", {"refit": True}, "--refit is about calibration text, and there is none", "give --text FILE"),
         ("mean", {"tokens": 9, "context": 9}, "--calibration-context and --calibration-tokens are about", "--dataset"),
         ("svd", {"texts": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),
         (
@@ -131,7 +130,7 @@ def test_options_that_contradict_the_method_or_the_source_are_refused(
 
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
     """Of a text with a token for each character."""
-    plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, 0, context)
+    plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, context)
     return CalibrationText.read(source, plan).with_own(None)
 
 

@@ -330,7 +330,7 @@ def test_text_and_every_fit_of_heads_with_sinks(convert: Convert, logits: Logits
     ok(convert("gqa", source, tmp_path / "mean", "--groups", 2, "--method", "mean", "--no-text"))
     text = ("--text", words, "--calibration-tokens", 1024, "--calibration-context", 64)
     ok(convert("gqa", source, tmp_path / "fitted", "--groups", 2, *text, "--heal", 0))
-    ok(convert("gqa", source, tmp_path / "all", "--groups", 2, *text, "--cache-dtype", "int8", "--refine", 2, "--heal", 1024))
+    ok(convert("gqa", source, tmp_path / "all", "--groups", 2, *text, "--cache-dtype", "int8", "--heal", 1024))
     expected = logits(source)
     lost = {name: float((logits(tmp_path / name) - expected).norm()) for name in ("mean", "fitted", "all")}
     assert lost["fitted"] < 0.9 * lost["mean"]
