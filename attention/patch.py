@@ -80,13 +80,15 @@ def _tried(model: Any) -> list[nn.Module]:
     """List the absorbed or packed attention modules. A model with other layers that mix tokens (Mamba) has none to try."""
     latent = list(_attention(model).values())
     packed = [module for module in model.modules() if is_packed(module) and hasattr(module, "layer_idx")]
-    return latent or (packed if len(packed) == model.config.get_text_config(decoder=True).num_hidden_layers else [])
+    config = model.config.get_text_config(decoder=True)
+    every = len(packed) == config.num_hidden_layers or getattr(model.config, "kept_layers", None)
+    return latent or (packed if every else [])
 
 
 def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
     """`model` itself, absorbed or packed where possible, as `load` does."""
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return absorb(model, when=when, backend=backend)
+        model = absorb(model, when=when, backend=backend)
     return pack(model, backend=backend) if _packable(model) else model
 
 

@@ -59,10 +59,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     unrotated_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.get("source_latent") is not None:  # written before the first release, of models that had a latent already
-            raise ValueError(
-                "source_latent is of an earlier version of kvfold: load the model with the code beside its weights"
-            )
+        # Written before the first release: of models that had a latent already, and of ranks that differ by layer.
+        if former := sorted(name for name in ("source_latent", "kv_lora_ranks") if kwargs.get(name) is not None):
+            raise ValueError(f"{former[0]} is of an earlier version of kvfold: load the model with the code beside its weights")
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
         self._check()

@@ -114,15 +114,21 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
     if attentions is None:
         attentions = [module for module in model.modules() if isinstance(module, _Attention)]
     # Some may have been packed, or absorbed.
-    kinds = {f"{type(module)} {type(module.config)}" for module in attentions}
     indices = {module.layer_idx for module in attentions}
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    kinds = {f"{type(module)} {type(module.config)} {types[module.layer_idx]}" for module in attentions}
     tried = (type(model), config.model_type, chosen, *sorted(kinds))
     absent = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())  # offloaded, or sharded by DeepSpeed
     wide = "flash" in chosen and decoder.dtype.itemsize > 2  # which flash attention does not take
     if not kinds or tried in _TRIED or absent or wide:
         return
     drawn = torch.randn(1, _TOKENS, embedding.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), _first_layers(decoder, config, indices) as layers, _in_fp32(decoder, embedding) as exact:
+    firsts = {types[layer]: layer for layer in sorted(indices, reverse=True)}
+    with (
+        torch.no_grad(),
+        _first_layers(decoder, len(types), max(firsts.values()) + 1) as layers,
+        _in_fp32(decoder, embedding) as exact,
+    ):
         behind = (weight.dtype for weight in decoder.parameters() if weight is not embedding.weight)
         states = drawn.to(embedding.weight.device, next(behind) if exact else decoder.dtype)
         expected, found = decoder(inputs_embeds=states, use_cache=False).last_hidden_state, []
@@ -144,11 +150,8 @@ def require_decoding(model: Any, attentions: Collection[Any] | None = None) -> N
 
 
 @contextlib.contextmanager
-def _first_layers(decoder: Any, config: Any, indices: Collection[int]) -> Iterator[int]:
-    """Leave a decoder its first layers, through the first of each kind that is among `indices`; gives their number."""
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [None] * count
-    kept = max({kinds[layer]: layer for layer in sorted(indices, reverse=True)}.values()) + 1
+def _first_layers(decoder: Any, count: int, kept: int) -> Iterator[int]:
+    """Leave a decoder the first `kept` of its `count` layers, if it has a list of them; gives how many it has then."""
     owners = [
         (owner, name, whole)
         for owner in decoder.modules()
@@ -216,7 +219,7 @@ class _Attention(nn.Module):
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
-        self.num_heads, self.clip = inner.num_attention_heads, config.clip_qkv
+        self.num_heads, self.clip, self.kept = inner.num_attention_heads, config.clip_qkv, bool(config.kept_layers)
         self.behind = config.qk_norm is not None or config.clip_qkv is not None
         self.inner_window = config.inner_windows[layer_idx] if config.inner_windows else None
         self.sliding_window = sliding_window if self.inner_window is None else self.inner_window
@@ -271,6 +274,8 @@ class _Attention(nn.Module):
         Returns:
             `[B, T, E]`, and the probabilities if the attention function returns them.
         """
+        if self.kept and is_paged(kwargs.get("cache")):
+            raise ValueError("continuous batching has caches of one size, and layers of this model differ: use `generate`")
         cache, chosen = taken_cache(self, kwargs), self.config._attn_implementation
         queries, first, second = self.parts(hidden_states, position_embeddings)
         attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)

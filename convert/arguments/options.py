@@ -18,7 +18,7 @@ _NAMED = "A named one may lose any amount."
 _METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED, python=_NAMED)
 _CLASS = Option(
     "The class of the result: a stock class of transformers, or kvfold's own, which shares keys behind QK-norm and loses less.",
-    unset="a stock class, if one can hold it",
+    unset="a stock class, if one can hold it and no layer stays as it is",
     choices=CLASSES,
     flag="--class",
 )

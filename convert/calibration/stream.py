@@ -294,8 +294,7 @@ class LayerStream:
         key = (*positions.shape, positions.numpy().tobytes())
         if key not in self._arguments:  # they depend only on the shape and on positions
             width = self._model.get_parameter(self._embedding).shape[1]
-            with torch.no_grad():
-                calls = self._calls(hidden.new_zeros(*positions.shape, width), positions, self._around())
+            calls = self._calls(hidden.new_zeros(*positions.shape, width), positions, self._around())
             if len(self._arguments) == _KNOWN:
                 del self._arguments[next(iter(self._arguments))]
             self._arguments[key] = [call._replace(hidden=hidden.new_empty(0)) for call in calls]

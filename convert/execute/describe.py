@@ -179,8 +179,8 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank else {}),
         **({"kept_layers": list(spec.kept)} if spec.kept else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
-        "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
-        "tensors": _tensors(job.manifest, {name for layer in layers for name in layer["converted"]}),
+        "layers": [{key: value for key, value in layer.items() if key not in ("converted", "renamed")} for layer in layers],
+        "tensors": _tensors(job.manifest, layers),
         "versions": versions(),
         "loading": loading_of(plan.target.host, plan.family, spec),
         "metadata": metadata_of(plan.source.repository, tags, plan.source.files),
@@ -201,8 +201,8 @@ def with_healing(provenance: dict[str, Any], healing: dict[str, Any] | None) -> 
     return provenance | {"healing": course, "tensors": provenance["tensors"] | {"copied": copied, "healed": healed}}
 
 
-def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
-    """The fate of every tensor of the source, and the origin of every tensor of the result."""
+def _tensors(manifest: Manifest, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fate of every tensor of the source, and the origin of every tensor of the result, by the notes of layers."""
     written, infos = manifest.infos, manifest.reader.infos
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
@@ -212,14 +212,17 @@ def _tensors(manifest: Manifest, converted: set[str]) -> dict[str, Any]:
         for source, place in zip(unit.sources, unit.places, strict=True)
         if source.name != place.name
     }
-    converted = converted | made
-    cast = {name for name, info in written.items() if name in infos and info.dtype != infos[name].dtype}
+    for layer in layers:
+        renamed |= layer.get("renamed", {})
+    converted = made.union(*(layer["converted"] for layer in layers))
+    origin = {name: name for name in infos} | {new: old for old, new in renamed.items()}
+    cast = {name for name, info in written.items() if name in origin and info.dtype != infos[origin[name]].dtype}
     return {
         "converted": sorted(converted),
         "cast": sorted(cast - converted),
         "copied": sorted(written.keys() - converted - cast - set(renamed.values())),
         **({"renamed": renamed} if renamed else {}),
-        "dropped": manifest.dropped,
+        "dropped": {name: why for name, why in manifest.dropped.items() if name not in renamed},
     }
 
 

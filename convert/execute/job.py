@@ -99,10 +99,16 @@ class Job:
         return tensors, record.on_projected_inputs(self.plan.family.traits.clip) if behind else record
 
     def kept(self, layer: int) -> Content:
-        """A layer that stays as it is, as of `as_stored`."""
-        _, record = self.read_layer(layer, as_stored=True)
-        tensors = self.plan.layout.join(record, self.spec, layer)
-        return {name: tensor.cpu() for name, tensor in tensors.items()}, {"layer": layer, "kept": True, "converted": []}
+        """A layer that stays as it is, as of `as_stored`; its tensors may have other names."""
+        source, record = self.read_layer(layer, as_stored=True)
+        # By the result's config: what fields of the source's do may be in weights already.
+        config = self.plan.target.host.sized(self.plan.source.raw, self.plan.family, self.spec)
+        tensors = self.plan.layout.of(config).join(record, self.spec, layer)
+        copies = {
+            old: new for new, tensor in tensors.items() for old in source if new.endswith(old) and _is_copy(tensor, source[old])
+        }
+        note = {"layer": layer, "kept": True, "renamed": copies, "converted": sorted(tensors.keys() - {*copies.values()})}
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, note
 
     @property
     def shows_attention(self) -> bool:

@@ -80,9 +80,10 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
     needed = inputs = 2 * 4 * len(text.tokens.ids) * width
     if isinstance(method, LatentMethod) or not text.calibration.refit:  # the survey
         sample = 2 * width * max(text.calibration.context, SURVEYED)
-        needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
+        surveyed = len(job.spec.changed)
+        needed += surveyed * (8 * plan.channels * (4 * plan.channels + 2) + sample)
         if plan.reads_projections:  # queries, head by head
-            needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
+            needed += surveyed * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if text.calibration.refit:
         converted = (unit for unit in job.manifest.units if unit.layer is not None)
         needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())

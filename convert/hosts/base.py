@@ -27,9 +27,9 @@ class Host(ABC):
         remarks: Sentences for the model card: what to know when running the result.
         replaces: What happened to a tensor of the source's attention that the class has no name for, for conversion.json.
         families: The families whose blocks it can carry if the config allows it.
-        code: Files of Python that the result is loaded with, which are copied beside its weights: kvfold's class. Its layers
-            may have latents of different ranks, and it keeps a source's projections with QK-norm or clamp, and has what is
-            new behind them.
+        code: Files of Python that the result is loaded with, which are copied beside its weights: kvfold's class. Some
+            of its layers may stay as they are, and it keeps a source's projections with QK-norm or clamp, and has what is new
+            behind them.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).

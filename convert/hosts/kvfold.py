@@ -1,8 +1,8 @@
 """kvfold's class: the output class of what no stock class can hold.
 
 It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, or that have QK-norm or a clamp, behind which heads
-are then shared; and MLA of sources that no stock class can hold. It is built around the source's class, or around a stock class
-that computes the same if only that one gives RoPE to its layers.
+are then shared; MLA of sources that no stock class can hold; and results in which some layers stay as they are. It is built
+around the source's class, or around a stock class that computes the same if only that one gives RoPE to its layers.
 """
 
 from collections.abc import Mapping
@@ -71,6 +71,8 @@ class Kvfold(Host):
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
         # Where layers are kept, it also shares heads of sources whose own class can share them in all.
+        if target.kept and AttentionSpec.of_heads(family.decoder).num_kv_heads != family.spec.num_kv_heads:
+            return "its own class caches keys and values of all query heads, also in layers that stay as they are"
         traits, config = family.traits, family.config
         behind = family.needs_projections
         if not target.kv_lora_rank:
@@ -122,10 +124,10 @@ class Kvfold(Host):
             **({"kept_layers": list(target.kept)} if target.kept else {}),
         }
         if target.kv_lora_rank is None:
+            outer |= _of_heads(family)
             if target.kept:
-                return {**outer, **_behind_heads(family), "shared_kv_heads": target.num_kv_heads, "text_config": inner}
-            inner = {**inner, "num_key_value_heads": target.num_kv_heads}
-            return {**outer, **_behind_heads(family), "text_config": inner}
+                return {**outer, "shared_kv_heads": target.num_kv_heads, "text_config": inner}
+            return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
         sizes = {
             "kv_lora_rank": target.kv_lora_rank,
             "qk_rope_head_dim": target.qk_rope_head_dim,
@@ -156,16 +158,13 @@ def _kept_projections(family: Family) -> dict[str, Any]:
     return {key: value for key, value in (("qk_norm", norm), ("clip_qkv", traits.clip)) if value is not None}
 
 
-def _behind_heads(family: Family) -> dict[str, Any]:
-    """What shared heads behind a source's projections need to know of it; nothing without these."""
-    if not family.needs_projections:
-        return {}
+def _of_heads(family: Family) -> dict[str, Any]:
+    """What shared heads need to know of the source, whose projections they may be behind."""
     spec = family.spec
     plain = [layer for layer, rotary in enumerate(family.rotaries) if rotary is None]
+    behind = {**_kept_projections(family), "projected_kv_heads": spec.num_kv_heads, **_stride(family)}
     return {
-        **_kept_projections(family),
-        "projected_kv_heads": spec.num_kv_heads,
-        **_stride(family),
+        **(behind if family.needs_projections else {}),
         **({"unrotated_layers": plain} if 0 < len(plain) < spec.num_layers else {}),
     }
 
@@ -194,7 +193,7 @@ def _frequencies(rotary: Rotary) -> list[tuple[float, float]]:
 
 HOST = Kvfold(
     frozenset((*_NORMED, *(n for n, of in FAMILIES.items() if of.has_heads and not of.shares_heads and _stock(of) is None))),
-    "the source's class cannot share KV heads, or only before its norm or clamp, and these are shared behind it",
+    "the source's class cannot share KV heads, only before its norm or clamp, or only in all layers",
     "became q_proj, k_proj, v_proj and o_proj; a norm or clamp and what comes before it stay, under names of the class",
     in_vllm=PROVEN,
 )

@@ -225,6 +225,8 @@ def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | No
         return reason
     if target.kept and not host.code:
         return "its layers all have one kind of attention, and some are to stay as they are"
+    if target.kept and engine and engine.serve:
+        return f"{engine.name} runs one kind of attention in all layers, and some are to stay as they are"
     if engine and engine.name not in host.engines(family):
         return f"{engine.name} does not run it, as far as was tried"
     return None
@@ -246,7 +248,9 @@ def require_held(host: Host, family: Family, method: LatentMethod | None = None)
     from attention.models.modeling_kvfold import require_decoding
     from convert.families.reading.twin import Twin, near
 
-    hint = "GQA and MQA stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
+    hint = (
+        "GQA and MQA of all layers stay in its own class" if family.shares_heads else "`convert eval` measures it all the same"
+    )
     try:
         twin = Twin(family.config)
         before = twin.logits(twin.text())

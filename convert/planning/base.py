@@ -163,9 +163,9 @@ class Plan(Request):
             return None
         before, found = self.source.calibrated, of
         latent = self.target.spec.kv_lora_rank is not None
-        if latent and self.target.spec.qk_rope_head_dim < self.before.num_kv_heads * self.rotary.dims:
+        seen = [self.family.window(layer) or of for layer in self.target.spec.changed if self.family.rotary(layer)]
+        if latent and seen and self.target.spec.qk_rope_head_dim < self.before.num_kv_heads * self.rotary.dims:
             found = self.calibration.max_context if self.calibration else ASSUMED_CONTEXT
-            seen = [self.family.window(layer) or of for layer in self.target.spec.changed]
             found = found if found < max(seen) else of
         found = min(found, before.positions if before else of)
         return Calibrated(found, of, found) if found < of else None

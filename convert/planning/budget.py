@@ -6,7 +6,7 @@ The rotary dims were chosen on a model of 135M and one of 6M parameters (docs/no
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -63,11 +63,13 @@ class LatentBounds:
         source: The checkpoint.
         family: Its family.
         host: The output class.
+        kept: The layers that stay as they are.
     """
 
     source: Source
     family: Family
     host: Host
+    kept: tuple[int, ...] = ()
 
     @cached_property
     def before(self) -> AttentionSpec:
@@ -76,8 +78,8 @@ class LatentBounds:
 
     @cached_property
     def rotary_dim(self) -> int:
-        """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-        return _rotary_dim(self.family)
+        """Rotary dims of one head in layers with RoPE that do not stay; 0 if there are none."""
+        return _rotary_dim(self.family, self.kept)
 
     @property
     def rotary_keys(self) -> int:
@@ -146,11 +148,12 @@ class LatentBounds:
         return (rank - over if over <= _GIVEN_UP * values else rank), rope_dim
 
 
-def smallest_latent(family: Family) -> AttentionSpec:
-    """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
-    return family.spec.latent(1, min(2, _rotary_dim(family)))
+def smallest_latent(family: Family, kept: Collection[int] = ()) -> AttentionSpec:
+    """The smallest latent that the attention of layers can become which do not stay, to ask an output class whether it carries
+    any.
+    """
+    return family.spec.latent(1, min(2, _rotary_dim(family, kept)))
 
 
-def _rotary_dim(family: Family) -> int:
-    rotary = family.first_rotary
-    return rotary.dims if rotary else 0
+def _rotary_dim(family: Family, kept: Collection[int]) -> int:
+    return next((rotary.dims for layer, rotary in enumerate(family.rotaries) if rotary and layer not in kept), 0)

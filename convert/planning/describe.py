@@ -46,7 +46,7 @@ def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec, context, carriers = family.spec, source.longest_context, {kind: _carrier(family, kind) for kind in HOSTS}
-    host = carriers["mla"].host
+    host, kept_in = carriers["mla"].host, {kind: sorted(carrier.kept) for kind, carrier in carriers.items()}
     facts = {
         "model": source.reference,
         **_origin(source),
@@ -65,8 +65,8 @@ def inspection(source: Source) -> Facts:
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype, context),
         **({"kv_context": context} if spec.is_cut(context) else {}),
         "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
-        "latents_possible": [target.kind for target in latent_targets(source, family, host)] if host else [],
-        **({"layers_that_stay": kept} if (kept := sorted(carriers["mla"].kept)) else {}),
+        "latents_possible": [target.kind for target in latent_targets(source, family, host, kept_in["mla"])] if host else [],
+        **({"layers_that_stay": kept_in} if any(kept_in.values()) else {}),
         "output_classes": {
             kind: f"{host.name}, loads in {host.loads_in}" if host else f"none ({refusal})"
             for kind, (host, _, refusal) in carriers.items()
@@ -124,8 +124,9 @@ def _carrier(family: Family, kind: str, engine: Engine | None = None) -> _Carrie
     if family.needs_code:
         return _Carrier(None, refusal="results in kvfold's class are not converted again")
     try:
-        target = smallest_latent(family) if kind == "mla" else family.spec.grouped(1)
-        host, made = held_by(HOSTS[kind], family, target, staying(family), engine)
+        kept = staying(family)
+        target = smallest_latent(family, kept.layers) if kind == "mla" else family.spec.grouped(1)
+        host, made = held_by(HOSTS[kind], family, target, kept, engine)
         return _Carrier(host, made.kept)
     except Refusal as error:
         return _Carrier(None, refusal=str(error))
@@ -181,17 +182,20 @@ def capacity(
     rows = []
     hosts = {kind: _carrier(family, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
+    kept_in_heads = hosts["gqa"].kept
+    targets = [
+        (kind, target if target == spec else target.keeping(kept_in_heads, spec.num_kv_heads)) for kind, target in targets
+    ]
     if host := hosts["mla"].host:
-        sizes = latent_targets(source, family, host, engine)
+        sizes = latent_targets(source, family, host, hosts["mla"].kept, engine)
         targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
     if format_named(cache_dtype or dtype).classes:  # of latents
         targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
-        shapes, engines, (carrier, kept, _) = family.shapes, None, hosts[kind]
+        shapes, engines, carrier = family.shapes, None, hosts[kind].host
         if target != spec:
             if carrier is None:
                 continue
-            target = target.keeping(kept, spec.num_kv_heads)
             made = carrier, family, target
             shapes = carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
@@ -214,8 +218,11 @@ def capacity(
     return Facts(facts, _capacity_text(facts))
 
 
-def latent_targets(source: Source, family: Family, host: Host, engine: Engine | None = None) -> list[AttentionSpec]:
-    """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports.
+def latent_targets(
+    source: Source, family: Family, host: Host, kept: Collection[int], engine: Engine | None = None
+) -> list[AttentionSpec]:
+    """Sizes for some shares of the cache of layers that change, as `--kv-budget` splits them, and the one that every MLA kernel
+    supports.
 
     Of an engine that takes some sizes only, those that are smaller than the source's cache.
     """
@@ -226,7 +233,7 @@ def latent_targets(source: Source, family: Family, host: Host, engine: Engine | 
             with suppress(Refusal):  # the source has fewer rotary dims
                 fitting.append(spec.latent(*size))
         return [target for target in fitting if target.values_per_token < spec.values_per_token]
-    found, bounds = [], LatentBounds(source, family, host)
+    found, bounds = [], LatentBounds(source, family, host, tuple(kept))
     for share in (0.5, 0.25, 0.125):
         with suppress(Refusal):  # too small for a tiny model
             values = int(share * spec.values_per_token) // spec.num_layers
@@ -235,6 +242,7 @@ def latent_targets(source: Source, family: Family, host: Host, engine: Engine | 
     with suppress(Refusal):
         if rank <= bounds.full_rank(rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
             found.append(spec.latent(rank, rope))
+    found = [target.keeping(kept, spec.num_kv_heads) for target in found]
     return sorted(set(found), key=lambda target: -target.values_per_token)
 
 

@@ -18,7 +18,6 @@ from convert.planning.allowed import (
     Kept,
     convertible,
     held_by,
-    host_of,
     require_held,
     require_served,
     require_stored,
@@ -67,7 +66,11 @@ def plan_grouped(
     require_served(output.dtype or source.dtype)
     hosts = [host for host in HOSTS["mqa" if groups == 1 else "gqa"] if output_class in (None, host.kind)]
     engine, hint = engine_of(output.engine), "leave out --class" if output_class else None
-    kept = Kept((), required=False) if merged == before else staying(family, request.keep_layers, request.all_layers)
+    kept = staying(family, request.keep_layers, request.all_layers)
+    if merged == before:
+        if kept.required:
+            raise Refusal(f"all {groups} KV heads stay, in all layers", hint="leave out --keep-layers")
+        kept = Kept((), required=False)
     host, spec = held_by(hosts, family, merged, kept, engine, hint)
     require_held(host, family)
     if engine:
@@ -92,8 +95,8 @@ def plan_grouped(
     else:
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         notes = (f"{heads} KV heads are what the source has: {how} unchanged",)
-    if spec.kept and not request.keep_layers:
-        notes = (*notes, _cost_of_all(source, hosts, family, spec, cache_dtype or output.dtype or source.dtype))
+    if kept.layers and not kept.required:
+        notes = (*notes, _windowed(source, spec, cache_dtype or output.dtype or source.dtype))
     options = ({} if output_class is None else {"class": output_class}) | ({} if command == "mqa" else {"groups": groups})
     target = GroupedTarget(
         before=before,
@@ -108,12 +111,14 @@ def plan_grouped(
     return Plan.of(request, family, target, text)
 
 
-def _cost_of_all(source: Source, hosts: list[Host], family: Family, spec: AttentionSpec, form: str) -> str:
-    """A note on the cache where windowed layers are converted, too, beside that where they stay."""
-    every, context = spec.keeping((), 0), source.longest_context
-    kept, whole = (one.bytes_per_token(form, context) for one in (spec, every))
-    said = f"windowed layers stay as they are: {kept:.0f} bytes per token at {context:,} tokens"
-    return f"{said}, and {whole:.0f} with --all-layers, in the class {host_of(hosts, family, every).name}"
+def _windowed(source: Source, spec: AttentionSpec, form: str) -> str:
+    """A note on layers whose cache does not grow."""
+    if not spec.kept:
+        return "no class that can hold the result keeps layers with a window as they are: they are converted, too"
+    context = source.longest_context
+    kept, whole = (one.bytes_per_token(form, context) for one in (spec, spec.keeping((), 0)))
+    said = f"layers with a window stay as they are: {kept:.0f} bytes per token at {context:,} tokens"
+    return f"{said}, and {whole:.0f} with --all-layers, which leaves them in the source's class if that can hold the result"
 
 
 def _refuse_clip(clip: float, method: GroupedMethod, cache_dtype: str | None) -> None:
@@ -167,7 +172,7 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
     require_held(host, family, method)
     if engine and size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    target = Sizing(source, family, host, smallest.kept, method, engine, dtype, size).target()
+    target = Sizing(source, family, host, smallest.kept, method=method, engine=engine, dtype=dtype, size=size).target()
     if engine:
         require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
         if objection := engine.objection(host, family, target.spec):

@@ -46,19 +46,17 @@ class LatentSize:
     cache_dtype: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizing(LatentBounds):
     """A request, and what its target depends on.
 
     Attributes:
-        kept: The layers that stay as they are.
         method: The conversion's method.
         engine: The engine that has to run the result, or None.
         dtype: The dtype of the result's weights.
         size: What the user asks for.
     """
 
-    kept: tuple[int, ...]
     method: LatentMethod
     engine: Engine | None
     dtype: str
@@ -161,7 +159,13 @@ class Sizing(LatentBounds):
         fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
         least = self._sized(-(-self.with_reserved(1) // step) * step, fewest)
         changed = sum(held[layer] for layer in least.changed)
-        left = budget * self.context - least.kept_bytes(form.name, self.context)
+        kept = least.kept_bytes(form.name, self.context)
+        if kept and kept >= budget * self.context:
+            raise Refusal(
+                f"a budget of {budget:.0f} bytes per token is too small: layers that stay take {kept / self.context:.0f}",
+                hint="give a larger one, or --all-layers; or name fewer with --keep-layers",
+            )
+        left = budget * self.context - kept
         values = int(left * 8 // (changed * form.bits))
         if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
@@ -189,7 +193,8 @@ class Sizing(LatentBounds):
         reference, rotary, most, portable = self.source.reference, self.rotary_dim, self.most_rotary_dims, self.host.portable
         if rope_dim and not rotary:
             raise Refusal(
-                f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
+                f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent"
+                + (", where layers do not stay as they are" if self.kept else ""),
                 hint="leave out --qk-rope-head-dim",
             )
         if rotary and rope_dim < 2:

@@ -86,6 +86,9 @@ def heads_of(row: Row) -> int:
     return AttentionSpec.from_config(tiny_config(row.model_type, **row.changes)).num_kv_heads
 
 
+DIVIDED = Row("gpt2", MODEL_TYPE, {"scale_attn_by_inverse_layer_idx": True}, kept=(1, 2))
+
+
 def a_layer_kept(model_type: str) -> tuple[Family, AttentionSpec]:
     family = FAMILIES[model_type].of(tiny_config(model_type))
     spec = family.spec
@@ -105,6 +108,8 @@ HEADS: dict[str, Row] = {
     **{f"{name}, behind its norm": Row(name, MODEL_TYPE, changes, 4 if name == "mpt" else 2, FIT, 1e-3)
        for name, changes in held.BEHIND.items()},
     **{f"{name}, a layer kept": halved(name)._replace(holds=MODEL_TYPE, kept=(1,)) for name in KEEPING},
+    "smollm3, a layer kept, another without RoPE": Row("smollm3", MODEL_TYPE, {"no_rope_layers": [1, 0, 1]}, 2, kept=(0,)),
+    "gpt2, layers kept, logits divided by the layer": DIVIDED._replace(groups=2),
     "gemma2, a layer kept and a cap": Row("gemma2", MODEL_TYPE, {"attn_logit_softcapping": 0.5}, 2, kept=(0,)),
     # GPT-Neo's attention is in fp32.
     **{f"{case}, one head": Row(name, "gpt_bigcode", changes, 1, ("--method", "mean"), 1e-6 if name == "gpt_neo" else 1e-11)
@@ -122,6 +127,8 @@ OTHERS = [
     *(f"gpt_neox, one head, {rope}" for rope in ("a quarter", "half, linear")),
     *(f"{name}, a layer kept" for name in ("llama", "gpt_neox", "gpt2", "gemma3_text", "mpt")),
     "gemma2, a layer kept and a cap",
+    "smollm3, a layer kept, another without RoPE",
+    "gpt2, layers kept, logits divided by the layer",
 ]
 # Of each class, with ALiBi, a clamp and a norm, RoPE of neighbours and of a share of dims, learned positions.
 RUNNING = (
@@ -213,6 +220,7 @@ LATENTS: dict[str, Row] = {
        for name in DEEPSEEK.families if FAMILIES[name].has_heads},
     **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
     **{f"{name}, a layer kept": latent_of(name)._replace(kept=(1,)) for name in WITH_HEADS},
+    "gpt2, layers kept, logits divided by the layer": DIVIDED,
 }  # fmt: skip
 # Windows, caps and ALiBi; no RoPE, some, or none in some layers; experts; norms of each form, clamps; what a stock class needs.
 KINDS = (
@@ -220,6 +228,7 @@ KINDS = (
     "smollm3", "stablelm, QK-norm", *(f"{name} as deepseek_v3" for name in ("llama", "phi3", "qwen2")),
     *(f"gemma as minicpm3, {kind}" for kind in ("biases", "YaRN", "heads wider than the model")),
     *(f"{name}, a layer kept" for name in ("llama", "gptj", "gpt2", "gemma3_text", "phi3")),
+    "gpt2, layers kept, logits divided by the layer",
 )  # fmt: skip
 FITTED = ("gemma2", "smollm3", "stablelm, QK-norm", "llama as deepseek_v3")
 OTHER_METHODS = [(method, "llama as deepseek_v3") for method in WAYS if method not in ("svd", "weighted with text")]

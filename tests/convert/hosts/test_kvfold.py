@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from alike import decodes_alike
-from held import BEHIND, IGNORING
+from held import BEHIND, IGNORING, MIXED
 from latents import same_logits
 from rows import rows
 from safetensors.torch import save_file
@@ -278,7 +278,9 @@ def test_layers_that_stay_are_those_of_the_source_bit_for_bit(
     provenance, facts = read(out / "conversion.json"), json.loads(ok(convert("inspect", healed, "--json")).stdout)
     assert provenance["kept_layers"] == facts["kept_layers"] == [0, 2]
     assert [layer.get("kept", False) for layer in provenance["layers"]] == [True, False, True]
-    assert {f"model.{name}" for name in kept} <= {*provenance["tensors"]["copied"]}
+    renamed = provenance["tensors"]["renamed"]
+    assert {name: renamed[name] for name in kept} == {name: f"model.{name}" for name in kept}
+    assert not {*kept} & provenance["tensors"]["dropped"].keys()
     assert facts["attention"] == "MLA-16+8 in 1 of 3 layers"
     ok(convert("run", out, tmp_path / "again"))
     same_but_for_the_run(out, tmp_path / "again")
@@ -295,6 +297,7 @@ def test_layers_that_stay_are_those_of_the_source_bit_for_bit(
         ({"kept_layers": [3]}, "kept_layers is [3]; it must list layers from 0 to 2"),
         ({"kept_layers": "0"}, "kept_layers is 0; it must list layers"),
         ({"kept_layers": [True]}, "kept_layers is [True]"),
+        ({"kv_lora_ranks": [8, 4, 8]}, "kv_lora_ranks is of an earlier version of kvfold"),
         ({"shared_kv_heads": 0}, "shared_kv_heads is 0; it must be an integer above 0, beside kept_layers"),
         (
             {"kept_layers": None, "shared_kv_heads": 2},
@@ -307,6 +310,26 @@ def test_wrong_layers_in_a_config_are_refused(
 ) -> None:
     ok(convert("gqa", checkpoint("llama"), tmp_path / "out", "--groups", 2, "--keep-layers", 1, "--no-text"))
     refused(convert("inspect", edit(tmp_path / "out", **changes)), 2, message)
+
+
+@pytest.mark.parametrize("model_type", ["cohere2", "exaone4"])
+def test_no_rope_key_is_kept_where_only_layers_that_stay_rotate(
+    model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    """As in the layers of these models that see everything."""
+    source = checkpoint(model_type, **MIXED)
+    ok(convert("mla", source, tmp_path / "out", "--kv-budget", "80%", *on))
+    config, model = read(tmp_path / "out" / "config.json"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (config["kept_layers"], config["rope_pairs"]) == ([0, 2], [])
+    assert "calibrated for" not in (tmp_path / "out" / "README.md").read_text()
+    decodes_alike(model, tokens(2, 20))
+
+
+def test_continuous_batches_of_layers_that_differ_are_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("gqa", checkpoint("llama"), tmp_path / "out", "--groups", 2, "--keep-layers", 1, "--no-text"))
+    attention = load(tmp_path / "out").model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="continuous batching has caches of one size"):
+        attention(torch.zeros(1, 2, 64), cache=object())
 
 
 def test_a_class_that_ignores_kept_layers_is_not_counted_by_them() -> None:

@@ -213,20 +213,22 @@ def test_layers_whose_cache_does_not_grow_stay_as_they_are(source: Sources, outp
     assert heads.target.spec.cache_bytes("float32", context) == 2 * 19 * row + context * row // 2
     assert latent.target.spec.bytes_per_token("float32", context) <= 0.6 * 332
     assert "layers that stay as they are: 0, 2" in heads.notes
-    said = (
-        "windowed layers stay as they are: 204 bytes per token at 128 tokens, and 166 with --all-layers, in the class its own"
-    )
+    said = "layers with a window stay as they are: 204 bytes per token at 128 tokens, and 166 with --all-layers"
     assert any(note.startswith(said) for note in heads.notes)
-    with pytest.raises(Refusal, match="too small for any rank: the budget leaves -") as refused:
+    with pytest.raises(Refusal, match="a budget of 66 bytes per token is too small: layers that stay take 76"):
         factored(made, output, budget=0.2)
+    with pytest.raises(Refusal, match="a budget of 80 bytes per token is too small for any rank") as refused:
+        factored(made, output, budget=80)
     assert "the least is 88 bytes per token at 128 tokens" in str(refused.value.hint)
     # Engines run no layers of two kinds: for them, all are converted in the source's class.
     served = grouped(made, replace(output, engine="vllm"))
     assert (served.target.spec.kept, served.layout.model_type) == ((), "gemma3_text")
+    assert any(note.startswith("no class that can hold the result keeps layers with a window") for note in served.notes)
     bounded = source("mistral", sliding_window=16, name="bounded")
     assert grouped(bounded, output).target.spec.kept == (), "no layer of it grows"
     facts = inspection(made)
-    assert facts["layers_that_stay"] == [0, 2]
+    assert facts["layers_that_stay"] == {"gqa": [0, 2], "mqa": [0, 2], "mla": [0, 2]}
+    assert all(kind.endswith(" in 1 of 3 layers") for kind in facts["latents_possible"])
     kinds = [row["kind"] for row in capacity(made, "float32", 1, 1000, ROOM, 0.9)["targets"]]
     assert kinds[:3] == ["GQA-4", "GQA-2 in 1 of 3 layers", "MQA in 1 of 3 layers"]
 
@@ -237,8 +239,8 @@ def test_layers_whose_cache_does_not_grow_stay_as_they_are(source: Sources, outp
         ((3,), {}, "cannot keep layer 3: the model has layers 0 to 2"),
         ((-1,), {}, "cannot keep layer -1"),
         ((0, 1, 2), {}, "all layers would stay as they are"),
-        ((1,), {"engine": "vllm"}, "its layers all have one kind of attention, and some are to stay as they are"),
-        ((1,), {"engine": "llama.cpp"}, "llama.cpp does not run it"),
+        ((1,), {"engine": "vllm"}, "vllm runs one kind of attention in all layers, and some are to stay as they are"),
+        ((1,), {"engine": "llama.cpp"}, "llama.cpp runs one kind of attention in all layers"),
         ((1,), {"portable": True}, "its layers all have one kind of attention, and some are to stay as they are"),
     ],
 )
@@ -251,6 +253,14 @@ def test_layers_that_cannot_stay_are_refused(
     if "portable" not in options:
         with pytest.raises(Refusal, match=message):
             grouped(source(), where, keep_layers=layers)
+
+
+def test_layers_stay_only_where_others_change(source: Sources, output: Output) -> None:
+    with pytest.raises(Refusal, match="all 4 KV heads stay, in all layers"):
+        grouped(source(), output, 4, keep_layers=(1,))
+    falcon = source("falcon", new_decoder_architecture=True, num_kv_heads=4, name="falcon")
+    with pytest.raises(Refusal, match="its own class caches keys and values of all query heads"):
+        grouped(falcon, output, keep_layers=(1,))
 
 
 def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Output) -> None:
