@@ -144,7 +144,7 @@ def survey_only(model: Path, work: Path) -> None:
         assert isinstance(found, Attention)
         return found
 
-    survey(stream, Shelf(work, "source"), record)
+    survey(stream, Shelf(work, "source"), record, range(stream.num_layers))
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from eval.inputs.source import Source
 
-# Rotary dims for each KV head of the source, of a result with as many values as its source; fewer by the share of values.
-ROTARY = 24
+# The share of the source's rotary dims that rotate in a result with as many values as its source; less by the share of values.
+ROTARY = 0.75
 # By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
 FORMATS = ((0.4, ("int8", "q8_0")), (0.125, ("int4", "q4_0")), (0.0, ("mixed", "int4", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
@@ -47,8 +47,8 @@ def rule_text() -> str:
     """What a budget is split by, for `plan`."""
     formats = [f"{formats[0]} {f'from {100 * above:g}% on' if above else 'below'}" for above, formats in FORMATS]
     return (
-        f"--kv-budget keeps {ROTARY} rotary dims for each KV head, or all that it has, times the share of the source's cached\n"
-        f"numbers. --cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
+        f"--kv-budget keeps {ROTARY:.0%} of the rotary dims of all KV heads times the share of the source's cached numbers.\n"
+        f"--cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
     )
 
 
@@ -108,7 +108,7 @@ class LatentBounds:
     def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
         """Split a number of cached values per layer and token into rank and rotary dims.
 
-        `ROTARY` dims rotate for each KV head, times the share of the source's values. Where frequencies have to spread evenly
+        `ROTARY` of the rotary dims of all KV heads rotate, times the share of the source's values. Where frequencies have to spread evenly
         over those of a head, because a method folds them or they are a ladder, it is at most a quarter of the values, rounded
         to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
 
@@ -135,8 +135,8 @@ class LatentBounds:
                 rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
         else:
             share = values * self.before.num_layers / self.before.values_per_token
-            wanted = share * self.rotary_keys * min(ROTARY, rotary_dim)
-            step = 8 if wanted >= 16 else 2
+            wanted = ROTARY * share * self.rotary_keys * rotary_dim
+            step = 16 if wanted >= 32 else 8 if wanted >= 16 else 2
             rope_dim = min(most, max(key, int(wanted / step) * step))
         while rope_dim < most and values - rope_dim > self.with_reserved(self.full_rank(rope_dim)):
             rope_dim = min(most, rope_dim + min(rope_dim, rotary_dim))

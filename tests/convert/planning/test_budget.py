@@ -70,9 +70,10 @@ def test_a_share_of_what_rotates_is_kept(share: float) -> None:
     """Where full rank is far away."""
     for rotary_dim in (16, 128):
         rank, rope_dim = split_budget(4096, share, rotary_dim, 32, lambda rope_dim: 8192, 1)
-        wanted = share * 32 * min(ROTARY, rotary_dim)
-        assert wanted - 8 < rope_dim <= wanted
-        assert rope_dim % 8 == 0
+        wanted = share * 32 * ROTARY * rotary_dim
+        step = 16 if wanted >= 32 else 8
+        assert wanted - step < rope_dim <= wanted
+        assert rope_dim % step == 0
         assert rank == (4096 - rope_dim) // 16 * 16
     assert split_budget(4, share, 128, 32, lambda rope_dim: 4096, 1)[0] >= 1
     assert split_budget(30, share, 0, 32, lambda rope_dim: 4096, 1) == (30, 0), "nothing rotates"
