@@ -51,7 +51,8 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 16},
     "gptj": {"rotary_dim": 16},
 }
-TARGETS: dict[str, dict[str, Any]] = {"gqa": {"groups": 2}, "mqa": {}, "mla": {"kv_budget": "25%"}}
+ALL: dict[str, Any] = {"all_layers": True}  # those with a window, too
+TARGETS: dict[str, dict[str, Any]] = {"gqa": {"groups": 2} | ALL, "mqa": ALL, "mla": {"kv_budget": "25%"} | ALL}
 
 
 def main(arguments: list[str] | None = None) -> None:

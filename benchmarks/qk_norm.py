@@ -33,7 +33,9 @@ from eval.inputs.source import Source
 
 TYPES = "llama,qwen3,qwen3_moe,olmo2,exaone4"
 TOKENS, CONTEXT = 16384, 256
-GIVEN: dict[str, Any] = {"calibration_tokens": TOKENS, "calibration_context": CONTEXT, "heal": 0, "overwrite": True}
+GIVEN: dict[str, Any] = {
+    "calibration_tokens": TOKENS, "calibration_context": CONTEXT, "heal": 0, "overwrite": True, "all_layers": True,
+}  # fmt: skip
 COLUMNS = ("half: Procrustes", "its class", "kvfold", "MQA: Procrustes", "its class", "kvfold", "MLA, 25 %")
 
 
@@ -64,7 +66,9 @@ def converted(source: Path, work: Path, calibration: str) -> Iterator[Path | Non
         options = CalibrationOptions(texts_of([calibration], None), TOKENS, CONTEXT, refit=False, heal=0)
         target = Output(out.with_name(f"{out.name}-procrustes"), overwrite=True)
         found = Source.parse(str(source))
-        convert(plan_grouped(Request(found, target, options, "cpu", accepts_any_loss=True), "gqa", groups, procrustes.METHOD))
+        convert(
+            plan_grouped(Request(found, target, options, device="cpu", accepts_any_loss=True), "gqa", groups, procrustes.METHOD)
+        )
         yield target.path
         for kind in ("stock", "kvfold"):
             path = out.with_name(f"{out.name}-{kind}")

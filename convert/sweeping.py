@@ -72,7 +72,7 @@ class PlannedSweep:
         rows, first = [], self.plans[0]
         for plan in self.plans:
             spec = plan.target.spec
-            before, after = plan.kv_bytes_per_token(spec)
+            before, after = plan.kv_bytes_per_token
             rows.append([plan.output.path.name, spec.kind, plan.target.method.name, f"{after:.0f}", f"{after / before:.1%}"])
         at = first.before.at_context(first.context)
         shown = table(["result", "attention", "method", f"KV bytes/token{at}", "of the source's"], rows, right=(3, 4))

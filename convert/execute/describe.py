@@ -97,7 +97,7 @@ def _where(plan: Plan) -> str:
 
 def _plan_lines(plan: Plan) -> list[str]:
     spec, method, text = plan.target.spec, plan.target.method, plan.calibration
-    (before, after), at = plan.kv_bytes_per_token(spec), plan.before.at_context(plan.context)
+    (before, after), at = plan.kv_bytes_per_token, plan.before.at_context(plan.context)
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
@@ -150,7 +150,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         calibrated: For how many positions the result is calibrated, as its config.json says; None for all.
     """
     plan, text, choice, spec = job.plan, job.text, job.choice, job.spec
-    before, after = plan.kv_bytes_per_token(spec)
+    before, after = plan.kv_bytes_per_token
     tags = [plan.target.command, *([plan.applied_method] if plan.applied_method else [])]
     return {
         "kvfold": version("kvfold"),

@@ -45,7 +45,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         shards = job.manifest.shards(plan.output.max_shard_size)
         needed = sum(unit.nbytes for name, shard in shards.items() if work.recall(name) is None for unit in shard)
         work.require_space(needed + (_calibration_bytes(job, job.text) if job.text and needed else 0))
-        named = tokenizer_class(source, plan.plain_config(target.spec, None))
+        named = tokenizer_class(source, plan.plain_config(None))
         statistics: StatisticsOf = job.assumed
         if job.text and (job.text.calibration.refit or target.method.text is not TextUse.IGNORED):  # not to heal alone
             statistics = surveyed(job, job.text)
@@ -55,7 +55,7 @@ def convert_layers(job: Job) -> dict[str, Any]:
         if job.text and job.text.calibration.refit:
             make_layer = in_sequence(job, job.text)
         layers = _write_weights(work, job.manifest, shards, make_layer, job.progress)
-        write_config(work.path, plan.config(job.spec, job.choice.pairs), plan.output.dtype)
+        write_config(work.path, plan.config(job.choice.pairs), plan.output.dtype)
         copy_companions(work.path, source.files, source.trust_remote_code)
         copy_code(work.path, target.host.code)
         if named:

@@ -59,7 +59,7 @@ class _Pair:
 
     def __init__(self, job: Job, text: CalibrationText) -> None:
         self._job, self._layout, plan, steps = job, job.plan.layout, job.plan, job.work.steps
-        config = config_of(plan.plain_config(job.spec, job.choice.pairs))
+        config = config_of(plan.plain_config(job.choice.pairs))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
         cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, job.spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on

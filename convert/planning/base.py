@@ -122,10 +122,11 @@ class Plan(Request):
         """The tokens of a sequence at which KV bytes per token count."""
         return self.source.longest_context
 
-    def kv_bytes_per_token(self, after: AttentionSpec) -> tuple[float, float]:
-        """Of the source's cache, and of that of a result with the sizes `after`."""
+    @property
+    def kv_bytes_per_token(self) -> tuple[float, float]:
+        """Of the source's cache, and of the result's."""
         source = self.before.bytes_per_token(self.source.dtype, self.context)
-        return source, after.bytes_per_token(self.cache_dtype, self.context)
+        return source, self.target.spec.bytes_per_token(self.cache_dtype, self.context)
 
     @property
     def from_weights_alone(self) -> bool:
@@ -180,14 +181,15 @@ class Plan(Request):
         """The family of the result's tensors."""
         return self.target.host.layout(self.family)
 
-    def plain_config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
+    def plain_config(self, pairs: Sequence[int] | None) -> dict[str, Any]:
         """The result's config.json as of `Host.config`, without for how many positions it is calibrated."""
+        spec = self.target.spec
         rotary = self.rotary.select(pairs, "interleaved") if spec.kv_lora_rank and pairs is not None else None
         return self.target.host.config(self.source.raw, self.family, spec, rotary)
 
-    def config(self, spec: AttentionSpec, pairs: Sequence[int] | None) -> dict[str, Any]:
-        """The result's config.json, for its sizes and the frequencies of its RoPE key, if it has one."""
-        made, calibrated = self.plain_config(spec, pairs), self.calibrated
+    def config(self, pairs: Sequence[int] | None) -> dict[str, Any]:
+        """The result's config.json, for the frequencies of its RoPE key, if it has one."""
+        made, calibrated = self.plain_config(pairs), self.calibrated
         return limited(made, calibrated.positions, calibrated.of) if calibrated and not self.target.copies else made
 
     @property
@@ -274,7 +276,7 @@ class Plan(Request):
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: numbers stay numbers."""
         target, before, after = self.target, self.before, self.target.spec
-        held = self.kv_bytes_per_token(after)
+        held = self.kv_bytes_per_token
         return {
             "command": target.command,
             "model": self.source.reference,

@@ -108,9 +108,9 @@ class LatentBounds:
     def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
         """Split a number of cached values per layer and token into rank and rotary dims.
 
-        `ROTARY` of the rotary dims of all KV heads rotate, times the share of the source's values. Where frequencies have to spread evenly
-        over those of a head, because a method folds them or they are a ladder, it is at most a quarter of the values, rounded
-        to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
+        `ROTARY` of the rotary dims of all KV heads rotate, times the share of the source's values. Where frequencies have to
+        spread evenly over those of a head, because a method folds them or they are a ladder, it is at most a quarter of the
+        values, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
 
         Args:
             values: R + P, at most.

@@ -44,7 +44,7 @@ def planned(source: Source, output: Output, text: CalibrationOptions = TEXT, met
 
 def configs(plan: Plan, pairs: tuple[int, ...] = (0, 2)) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json of a result without its positions, and as it is."""
-    return plan.plain_config(plan.target.spec, pairs), plan.config(plan.target.spec, pairs)
+    return plan.plain_config(pairs), plan.config(pairs)
 
 
 def rotations(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -139,8 +139,7 @@ def test_heads_and_models_around_a_decoder(source: Sources, output: Output) -> N
     """Fewer heads keep all of their RoPE; a decoder inside another model has the number."""
     heads = grouped(source(), output, method="aligned", text=TEXT)
     assert heads.calibrated is None
-    spec = heads.target.spec
-    assert heads.config(spec, None) == heads.plain_config(spec, None)
+    assert heads.config(None) == heads.plain_config(None)
     inner, limited_inner = configs(planned(source(max_position_embeddings=OF), output))
     around = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
     assert limited({**around, "text_config": inner}, 32, OF) == {**around, "text_config": limited_inner}
