@@ -11,7 +11,7 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import ROTARY, ROUNDED, LatentBounds, fold_of, format_of
+from convert.planning.budget import LatentBounds, fold_of, format_of
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ class Sizing(LatentBounds):
         P is rounded up to what the format takes, as far as there are rotary dims, and R down.
         """
         step, held = form.multiple, self.before.tokens_held(self.context)
-        rotary = ROTARY if form.bits >= 8 else ROUNDED
         fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
         least = self._sized(-(-self.with_reserved(1) // step) * step, fewest)
         changed = sum(held[layer] for layer in least.changed)
@@ -174,7 +173,7 @@ class Sizing(LatentBounds):
         least_bytes = math.ceil(least.bytes_per_token(form.name, self.context))
         try:
             while True:
-                rank, rope_dim = self.for_budget(values, self.method.folds, rotary)
+                rank, rope_dim = self.for_budget(values, self.method.folds)
                 kept = -(-rope_dim // step) * step
                 kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
                 rank = (rank + rope_dim - kept) // step * step
