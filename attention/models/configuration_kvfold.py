@@ -75,10 +75,6 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must {rule}")
 
-        def counts(values: Any) -> bool:
-            listed = isinstance(values, list) and len(values) == layers
-            return listed and all(value is None or (type(value) is int and value > 0) for value in values)
-
         if getattr(self.text_config, "kv_lora_rank", None) is not None:
             sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
             found: dict[str, Any] = {name: getattr(self.text_config, name, None) for name in sizes}
@@ -106,7 +102,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         rule = "be an integer above 0, beside kept_layers"
         require("shared_kv_heads", shared is None or (type(shared) is int and shared > 0 and bool(self.kept_layers)), rule)
         rule = f"list a number above 0, or null, for each of {layers} layers"
-        require("inner_windows", windows is None or counts(windows), rule)
+        known = isinstance(windows, list) and len(windows) == layers
+        known = known and all(window is None or (type(window) is int and window > 0) for window in windows or ())
+        require("inner_windows", windows is None or known, rule)
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""

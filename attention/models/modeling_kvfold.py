@@ -533,7 +533,9 @@ def _graft(model: Any, config: KvfoldConfig, path: str) -> None:
     """
     inner: Any = config.text_config
     attention: Any = GroupedAttention if getattr(inner, "kv_lora_rank", None) is None else KvfoldLatentAttention
-    for layer in sorted({*range(inner.num_hidden_layers)} - {*(config.kept_layers or ())}):
+    for layer in range(inner.num_hidden_layers):
+        if layer in (config.kept_layers or ()):
+            continue
         replaced: Any = model.get_submodule(path.format(layer=layer))
         kind: Any = type(replaced)
         made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))

@@ -54,12 +54,18 @@ class Engine:
         if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
             return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries"
-        if spec.kept and self.serve:
-            return f"{self.name} takes one kind of attention in all layers, and some of these stay as they are"
+        if reason := self.kept_objection(spec):
+            return reason
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         if spec.kv_lora_rank and self.latents and size not in self.latents:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
         return None
+
+    def kept_objection(self, spec: AttentionSpec) -> str | None:
+        """Why it does not run an attention in which layers are kept; None if it does, or if none are."""
+        if not spec.kept or not self.serve:
+            return None
+        return f"{self.name} runs one kind of attention in all layers, and some are to stay as they are"
 
     def stores(self, host: Host, spec: AttentionSpec) -> list[CacheOption]:
         """The formats in which it stores the cache of an attention of these sizes in an output class that it runs."""

@@ -225,8 +225,8 @@ def unfit(host: Host, family: Family, target: AttentionSpec, engine: Engine | No
         return reason
     if target.kept and not host.code:
         return "its layers all have one kind of attention, and some are to stay as they are"
-    if target.kept and engine and engine.serve:
-        return f"{engine.name} runs one kind of attention in all layers, and some are to stay as they are"
+    if engine and (reason := engine.kept_objection(target)):
+        return reason
     if engine and engine.name not in host.engines(family):
         return f"{engine.name} does not run it, as far as was tried"
     return None

@@ -68,8 +68,8 @@ def inspection(source: Source) -> Facts:
         "latents_possible": [target.kind for target in latent_targets(source, family, host, kept_in["mla"])] if host else [],
         **({"layers_that_stay": kept_in} if any(kept_in.values()) else {}),
         "output_classes": {
-            kind: f"{host.name}, loads in {host.loads_in}" if host else f"none ({refusal})"
-            for kind, (host, _, refusal) in carriers.items()
+            kind: f"{carrier.name}, loads in {carrier.loads_in}" if carrier else f"none ({refusal})"
+            for kind, (carrier, _, refusal) in carriers.items()
         },
         **_noted(source, spec, context),
     }

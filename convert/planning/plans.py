@@ -187,10 +187,8 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
 
 def _host(family: Family, size: LatentSize, request: Request, engine: Engine | None) -> tuple[Host, AttentionSpec]:
     """The first output class that carries a latent of the source, and the smallest, with the layers that stay."""
-    smallest, kept = (
-        smallest_latent(family),
-        staying(family, request.keep_layers, request.all_layers),
-    )
+    kept = staying(family, request.keep_layers, request.all_layers)
+    smallest = smallest_latent(family, kept.layers)
     if size.portable:
         return held_by(PORTABLE, family, smallest, kept, engine)
     runs = [host.name for host in PORTABLE if engine and unfit(host, family, smallest, engine) is None]

@@ -159,14 +159,13 @@ class Sizing(LatentBounds):
         fewest = min(self.most_rotary_dims, max(2, step)) if self.rotary_dim else 0
         least = self._sized(-(-self.with_reserved(1) // step) * step, fewest)
         changed = sum(held[layer] for layer in least.changed)
-        kept = least.kept_bytes(form.name, self.context)
-        if kept and kept >= budget * self.context:
+        staying, whole = least.kept_bytes(form.name, self.context), budget * self.context
+        if staying and staying >= whole:
             raise Refusal(
-                f"a budget of {budget:.0f} bytes per token is too small: layers that stay take {kept / self.context:.0f}",
+                f"a budget of {budget:.0f} bytes per token is too small: layers that stay take {staying / self.context:.0f}",
                 hint="give a larger one, or --all-layers; or name fewer with --keep-layers",
             )
-        left = budget * self.context - kept
-        values = int(left * 8 // (changed * form.bits))
+        values = int((whole - staying) * 8 // (changed * form.bits))
         if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
         # Refuses a model whose rotary dims are too few for the format.
