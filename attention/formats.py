@@ -33,7 +33,7 @@ class Format:
         name: As options name it.
         bits: Of one value, without scales; the fewest where channels differ.
         group: Values of one token that share a scale; 0 for a plain dtype.
-        latent_group: The same for a latent and its RoPE key.
+        latent_group: The same for a latent, and for its RoPE key.
         tokens: Tokens whose keys share a scale per channel, in a format of heads alone; 0 where keys are grouped as values are.
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
@@ -42,7 +42,8 @@ class Format:
             largest magnitude, and what is beyond becomes it. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
-        beside: The format of the RoPE key beside such a latent, and of heads in layers that have none.
+        rope: The format of the RoPE key beside a latent, if another: all heads read these few numbers, and 4 bits lose much.
+        heads: The format of heads, if another, in layers that have no latent.
     """
 
     name: str
@@ -54,7 +55,8 @@ class Format:
     hadamard: int = 0
     reach: float = 0.0
     classes: tuple[tuple[float, Format], ...] = ()
-    beside: Format | None = None
+    rope: Format | None = None
+    heads: Format | None = None
 
     @property
     def scale_bytes(self) -> int:
@@ -63,7 +65,9 @@ class Format:
 
     def of(self, part: Part) -> Format:
         """The format of a part of a cache in this one."""
-        return self if part == "latent" or self.beside is None else self.beside
+        if part == "latent":
+            return self
+        return (self.rope if part == "rope" else self.heads) or self
 
     def cut(self, size: int) -> list[tuple[Format, int]]:
         """The classes of a latent of that size, with their channels, multiples of 8 but for the last.
@@ -130,7 +134,9 @@ def _class(bits: int, reach: float) -> Format:
     return Format(f"{bits} bits", bits, reach=reach)
 
 
-_INT4 = Format("int4", 4, 32, 64)
+_ROPE = Format("6 bits", 6, latent_group=64, reach=1.0)
+_INT4 = Format("int4", 4, 32, 64, rope=_ROPE)
+_CLASSES = (0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))
 
 FORMATS = {
     form.name: form
@@ -142,11 +148,11 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, 64, 64),
         _INT4,
-        Format("int3", 3, 32, 64),
-        Format("int2", 2, 32, 64),
+        Format("int3", 3, 32, 64, rope=_ROPE),
+        Format("int2", 2, 32, 64, rope=_ROPE),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        Format("mixed", 2, classes=((0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))), beside=_INT4),
+        Format("mixed", 2, classes=_CLASSES, rope=_ROPE, heads=_INT4),
     )
 }
 

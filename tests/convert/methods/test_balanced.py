@@ -26,9 +26,43 @@ def uneven(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Stati
     return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale), x, measured(x)
 
 
+def moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor, torch.Tensor]:
+    assert statistics.sample is not None
+    second, of_keys, of_values = balancing._moments(a, statistics, balancing._Errors.measured(a, statistics.sample))
+    return second, of_keys + of_values
+
+
+@pytest.mark.parametrize("part", ["kept_nope", "kept_rope", "values"])
+def test_errors_of_tokens_cost_what_they_do_to_the_output(part: str) -> None:
+    """Against noise: drawn for each token of each head's keys, or values."""
+    a, block, size = factored(biased=True, rank=16, pairs=2), block_of(inputs(20)[0]), 1e-4
+    heads, columns = heads_of(a, block), a.o.permute(1, 0, 2)
+    errors = balancing._Errors.measured(a, Blocks.whole(block.x[None]))
+    generator, tokens = torch.Generator().manual_seed(0), torch.arange(len(block))
+    values = values_of(a, heads)
+    keys = replace(
+        heads, kept_nope=heads.kept_nope @ heads.lift.mT, lift=None, kept_rope=heads.kept_rope.repeat(len(values), 1, 1)
+    )
+    expected, cost, rounds = keys.attention_of(tokens) @ values @ columns.mT, 0.0, 200
+    for _ in range(rounds):
+        held = {"values": values, "kept_nope": keys.kept_nope, "kept_rope": keys.kept_rope}
+        held[part] = held[part] + size * torch.randn(held[part].shape, generator=generator)
+        noisy = replace(keys, kept_nope=held["kept_nope"], kept_rope=held["kept_rope"])
+        found = noisy.attention_of(tokens) @ held["values"] @ columns.mT
+        cost += float((found - expected).double().square().sum()) / size**2 / len(block) / rounds
+    by_formula = {
+        "kept_nope": errors.nope.diagonal(dim1=1, dim2=2).sum(),
+        "kept_rope": errors.rope.sum(),
+        "values": (errors.values * columns.double().square().sum((1, 2))).sum(),
+    }
+    assert cost == pytest.approx(float(by_formula[part]), rel=0.05)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_balanced_latent_gives_the_same_outputs(biased: bool) -> None:
+def test_a_balanced_latent_gives_the_same_outputs(biased: bool, sampled: bool) -> None:
     a, x, statistics = uneven(biased)
+    statistics = replace(statistics, sample=Blocks.whole(x) if sampled else None)
     expected = attention_output(a, blocks_of(x))
     for size in (1, 1e-12, 1e12):
         found = balanced(replace(a, down=a.down * size, up_k=a.up_k / size, up_v=a.up_v / size), statistics)
@@ -38,12 +72,12 @@ def test_a_balanced_latent_gives_the_same_outputs(biased: bool) -> None:
 def test_channels_are_as_large_as_they_count() -> None:
     """In balanced coordinates the second moment of the latent is the weight of its errors; all channels are alike."""
     a, _, statistics = uneven()
-    before, weight = balancing._moments(replace(a), statistics)
+    before, weight = moments(a, statistics)
     values, vectors = torch.linalg.eigh(weight)
     half = vectors * values.clamp_min(0).sqrt()
     least = torch.linalg.eigvalsh(half.T @ before @ half).clamp_min(0).sqrt().sum() ** 2  # over all bases
     found = balanced(a, statistics)
-    second, read = balancing._moments(found, statistics)
+    second, read = moments(found, statistics)
     assert float(least) < float(second.trace() * read.trace()) < 1.1 * float(least)
     assert float(before.trace() * weight.trace()) > 10 * float(least)
     for matrix in (second, read):
@@ -73,7 +107,7 @@ def test_channels_whose_bits_differ_come_in_the_order_of_their_energies() -> Non
     assert (
         attention_output(replace(ordered, rounding=None), blocks_of(x)) - attention_output(a, blocks_of(x))
     ).abs().max() < 1e-5
-    sizes = balancing._moments(ordered, statistics)[0].diagonal()
+    sizes = moments(ordered, statistics)[0].diagonal()
     (_, none), (_, first), (_, last) = form.cut(len(sizes))
     assert (none, first, last) == (0, 8, 8)
     assert float(sizes[:8].mean()) > 2 * float(sizes[8:].mean())
@@ -110,7 +144,7 @@ def test_a_latent_that_its_norm_divides_is_balanced_by_turns_and_gains(biased: b
 @pytest.mark.parametrize("form", ["q8_0", "int4"])
 def test_rounding_a_balanced_latent_behind_its_norm_costs_less(form: str) -> None:
     a, x, statistics = divided()
-    _, weight = balancing._moments(a, statistics)
+    _, weight = moments(a, statistics)
 
     def cost(b: FactoredAttention) -> float:
         cached = b.latent(x).flatten(0, 1)
