@@ -101,6 +101,15 @@ def test_rounding_a_balanced_rope_key_costs_less(form: str, pairing: Pairing) ->
     assert cost(balanced(uneven_key, statistics)) < cost(uneven_key) / 5
 
 
+def test_a_pair_that_no_query_reads_does_not_set_the_range_of_a_rope_key() -> None:
+    (_, x, statistics), a = uneven(), factored(biased=False, pairs=8, pairing="half")
+    unread = torch.ones(16, 1)
+    unread[[0, 8]] = 0
+    found = balanced(replace(a, q_rope=a.q_rope * unread, o=a.o * 1e-3), statistics)
+    sizes = (x.flatten(0, 1) @ found.k_rope.T).square().mean(0)
+    assert float(sizes[[0, 8]].max()) < 2 * float(sizes.mean())
+
+
 def test_channels_whose_bits_differ_come_in_the_order_of_their_energies() -> None:
     (a, x, statistics), form = uneven(), FORMATS["mixed"]
     alike, ordered = balanced(a, statistics), balanced(replace(a, rounding=form), statistics)
