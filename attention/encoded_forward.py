@@ -7,6 +7,7 @@ a group, in full precision until the group is full.
 
 import functools
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from attention.cache import EncodedLayer
 from attention.encoding import rounded
 from attention.errors import Refusal
-from attention.formats import Format, format_named, parts_of, stored_format
+from attention.formats import FORMATS, Format, format_named, parts_of, stored_format
 from attention.models.modeling_kvfold import is_paged
 from attention.spec import AttentionSpec
 from attention.versions import CACHE
 
 _INPUTS = ("input_ids", "inputs_embeds")
+_EXACT = FORMATS["float64"]
 
 
 class EncodedForward:
@@ -85,7 +87,8 @@ class EncodedForward:
 
     def _encoded(self, cache: Cache | None) -> Cache:
         cache = DynamicCache() if cache is None else cache
-        if cache.layers and all(isinstance(layer, EncodedLayer) and layer.form == self.form for layer in cache.layers):
+        forms = [self._spec.format_of(layer, self.form) for layer in range(self._spec.num_layers)]
+        if cache.layers and [isinstance(layer, EncodedLayer) and layer.form for layer in cache.layers] == forms:
             return cache
         if type(cache) is not DynamicCache or cache.get_seq_length():
             filled = f"a filled {type(cache).__name__}" if cache.get_seq_length() else f"a {type(cache).__name__}"
@@ -94,7 +97,8 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        cache.layers = [EncodedLayer(self.form, self._spec.is_latent(i), window) for i, window in enumerate(self._windows)]
+        layers = enumerate(zip(forms, self._windows, strict=True))
+        cache.layers = [EncodedLayer(form, self._spec.is_latent(layer), window) for layer, (form, window) in layers]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing
             cache.activate_past_recording()
@@ -159,10 +163,13 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
         return 0
 
 
-def rounding_cache(form: Format, spec: AttentionSpec) -> DynamicCache:
-    """The cache of a model with that attention, for texts that begin with the pass."""
+def rounding_cache(form: Format, spec: AttentionSpec, only: Collection[int] | None = None) -> DynamicCache:
+    """The cache of a model with that attention, for texts that begin with the pass; with `only`, just these layers round."""
+    forms = [
+        spec.format_of(layer, form) if only is None else form if layer in only else _EXACT for layer in range(spec.num_layers)
+    ]
     cache = DynamicCache()
-    cache.layers = [RoundedLayer(form, spec.is_latent(layer)) for layer in range(spec.num_layers)]
+    cache.layers = [RoundedLayer(own, spec.is_latent(layer)) for layer, own in enumerate(forms)]
     cache.layer_class_to_replicate = None
     return cache
 

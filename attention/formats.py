@@ -44,6 +44,7 @@ class Format:
             class share a scale. Such a format takes no heads.
         rope: The format of the RoPE key beside a latent, if another. It is small, all heads read it, and 4 bits lose much.
         heads: The format of heads, if another, in layers that have no latent.
+        precise: The format of a few layers with a latent, if another: see `AttentionSpec.format_of`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Format:
     classes: tuple[tuple[float, Format], ...] = ()
     rope: Format | None = None
     heads: Format | None = None
+    precise: Format | None = None
 
     @property
     def scale_bytes(self) -> int:
@@ -152,7 +154,7 @@ FORMATS = {
         Format("int2", 2, 32, 64, rope=_ROPE),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        Format("mixed", 2, classes=_CLASSES, rope=_ROPE, heads=_INT4),
+        Format("mixed", 2, classes=_CLASSES, rope=_ROPE, heads=_INT4, precise=_ROPE),
     )
 }
 

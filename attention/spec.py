@@ -13,11 +13,12 @@ from typing import Any
 from attention import models
 from attention.calibrated import OF_SOURCE, STATED
 from attention.errors import Refusal
-from attention.formats import FORMATS, PLAIN, format_named
+from attention.formats import FORMATS, PLAIN, Format, format_named
 
 _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
 }  # fmt: skip
+PRECISE, _ONE_IN = "precise_layers", 8  # a key of config.json; one latent of so many
 RANK_STEP = 16  # of latent ranks that the CUDA kernel serves: as many values as the shortest matrix product takes
 
 
@@ -68,6 +69,7 @@ class AttentionSpec:
             of attention); None for a layer that keeps all, and None if all layers do.
         kept: Layers that stay as the source has them. They cache keys and values of heads, and all else here is of the others.
         kept_kv_heads: G of these layers; 0 if there are none.
+        precise: Layers with a latent, those first in which rounding costs copies most; () where that was not measured.
     """
 
     num_layers: int
@@ -81,6 +83,7 @@ class AttentionSpec:
     windows: tuple[int | None, ...] | None = None
     kept: tuple[int, ...] = ()
     kept_kv_heads: int = 0
+    precise: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -99,6 +102,7 @@ class AttentionSpec:
         # Any other class ignores these keys.
         own = config if models.provides(getattr(config, "model_type", "")) else None
         kept, shared = (own.kept_layers or (), own.shared_kv_heads) if own else ((), None)
+        precise = tuple(getattr(config, PRECISE, None) or ())
         config = config.get_text_config(decoder=True)
         if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
             raise Refusal(f"model type {config.model_type!r} has layers that differ in {', '.join(varying)}")
@@ -107,7 +111,7 @@ class AttentionSpec:
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
         if rank := getattr(config, "kv_lora_rank", None):
             sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
-            found = cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes)
+            found = cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes, precise=precise)
         else:
             found = cls.of_heads(config)
             found = replace(found, num_kv_heads=shared or found.num_kv_heads)
@@ -161,6 +165,25 @@ class AttentionSpec:
     def is_latent(self, layer: int) -> bool:
         """Whether a layer caches a latent."""
         return self.kv_lora_rank is not None and layer not in self.kept
+
+    @property
+    def unbounded(self) -> tuple[int, ...]:
+        """The layers with a latent that no window bounds; if there are none, all with a latent."""
+        latents = tuple(layer for layer in range(self.num_layers) if self.is_latent(layer))
+        return tuple(layer for layer in latents if not (self.windows and self.windows[layer])) or latents
+
+    def count_precise(self, form: Format) -> int:
+        """How many layers have a format of their own in a model whose cache has that format."""
+        return 0 if form.precise is None else round(len(self.unbounded) / _ONE_IN)
+
+    def format_of(self, layer: int, form: Format) -> Format:
+        """The format of a layer's cache in a model whose cache has that format.
+
+        Few layers copy, and they suffer nearly all that rounding costs copies. Those of `precise` have a format of their own;
+        where none was measured, those past five eighths of the layers, where models mostly copy.
+        """
+        found = self.precise or self.unbounded[len(self.unbounded) * 5 // 8 :]
+        return form.precise if form.precise and layer in found[: self.count_precise(form)] else form
 
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.
@@ -291,8 +314,10 @@ class AttentionSpec:
         else:
             stored.require("latent", self.kv_lora_rank)
             stored.require("RoPE key", self.qk_rope_head_dim)
-            row = stored.row_bytes(self.kv_lora_rank, "latent") + stored.row_bytes(self.qk_rope_head_dim, "rope")
-            latents = row * (sum(held) - of_kept)
+            for layer in self.changed:
+                own = self.format_of(layer, stored)
+                row = own.row_bytes(self.kv_lora_rank, "latent") + own.row_bytes(self.qk_rope_head_dim, "rope")
+                latents += row * held[layer]
             if not self.kept:
                 return latents
         stored.of("keys").require("head", self.head_dim)

@@ -38,7 +38,7 @@ class Row:
             parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
         transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
         leading: How many rows the first of two roles has, if not half of them.
-        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
+        offset: What is added to the stored weight to make a gain: 1 where a norm stores gain − 1.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Place(Row):
     """
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of the tensor by role, as views unless there is an offset.
+        """The parts of the tensor by role, as views.
 
         Raises:
             Failure: The rows do not divide into such parts.
         """
         rows_first = self._turned(tensor, f"{self.name} is {list(tensor.shape)}")
         if len(self.roles) == 1:
-            return {self.roles[0]: _plus(rows_first, self.offset)}
+            return {self.roles[0]: rows_first}
         if (sizes := self._sizes([rows_first])) is None:
             raise Failure(f"{self.name} is {list(tensor.shape)} and should hold {self._held}", hint=_CHECK)
         return dict(zip(self.roles, rows_first.split(sizes, self._rows), strict=True))
@@ -85,7 +85,7 @@ class Place(Row):
 
         found = [parts[role] for role in self.roles]
         if len(found) == 1:
-            rows_first = _plus(found[0], -self.offset)
+            rows_first = found[0]
         else:
             sizes, columns = self._sizes(found), {(*part.shape[: self._rows], *part.shape[self._rows :][1:]) for part in found}
             if sizes is None or len(columns) > 1 or sizes != [part.shape[self._rows] for part in found]:
@@ -169,11 +169,6 @@ def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place |
         if found := pattern.fullmatch(stem):
             return row.place(found.groupdict(), last)
     return None
-
-
-def _plus(tensor: torch.Tensor, offset: float) -> torch.Tensor:
-    """The sum in fp64, so that what is stored of it is rounded once; the tensor itself if there is nothing to add."""
-    return tensor.double() + offset if offset else tensor
 
 
 # ---- tables that several families share, or that differ from a shared one ------------------------------------------------

@@ -6,7 +6,7 @@ from convert.hosts.base import Host
 HOSTS: dict[str, tuple[Host, ...]] = {
     "gqa": (source_class.HOST, sharing.PHI, kvfold.HOST),
     "mqa": (source_class.MQA_HOST, sharing.PHI, sharing.BIGCODE, sharing.FALCON, kvfold.HOST),
-    "mla": (latent.DEEPSEEK, latent.MINICPM3, latent.INSIDE, kvfold.LATENT_HOST),
+    "mla": (latent.DEEPSEEK, latent.INSIDE, kvfold.LATENT_HOST),
 }
 
 # The class that `mla --portable` makes, in place of those above.

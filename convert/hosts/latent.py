@@ -1,16 +1,10 @@
-"""Stock output classes with latent attention: DeepSeek-V3's without experts, alone or inside another model, and MiniCPM3's.
+"""The stock output class with latent attention, DeepSeek-V3's without experts, alone or inside another model.
 
 `convert.families.latent` writes their tensors and the constant channels that neutralise their latent norm. Query biases, for
-which the classes have no place, go through their latent of queries.
-
-MiniCPM3's class multiplies embeddings by `scale_emb`, what layers add by `scale_depth` / √layers, and divides the last hidden
-states by hidden_size / `dim_model_base`. Its norms store gains themselves, so 1 is added to those of a source that stores
-gain − 1. Models with a decoder inside that build it by its type (llava and its like) take any; others, which have one of their
-own, take none.
+which the class has no place, go through its latent of queries. Models with a decoder inside that build it by its type (llava
+and its like) take any; others, which have one of their own, take none.
 """
 
-import math
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,9 +24,20 @@ EXPANDS = (  # a remark on all that stock transformers runs
 )
 
 
-class StockLatent(StockClass):
-    """A stock class that caches a latent and a RoPE key."""
+class DeepseekV3(StockClass):
+    """The stock class `deepseek_v3`, which caches a latent and a RoPE key."""
 
+    name = "deepseek_v3"
+    blocks = "Llama's"
+    # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
+    families: Collection[str] = (
+        "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3"
+    )  # fmt: skip
+    runs = frozenset({"transformers", "vllm"})
+    served_by = (
+        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
+        "and of llama with --engine llama.cpp also llama.cpp"
+    )
     # Engines' own classes would drop the biases.
     architecture = TRANSFORMERS
     carried = (
@@ -41,12 +46,14 @@ class StockLatent(StockClass):
         "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
-    remarks: tuple[str, ...] = (EXPANDS,)
+    remarks: tuple[str, ...] = (
+        EXPANDS,
+        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
+        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
+        "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
+        "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
+    )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
-
-    @abstractmethod
-    def refuses_blocks(self, config: Any) -> str | None:
-        """Why the class cannot hold what is around the attention, of a family that it is for; None if it can."""
 
     def refuses_config(self, family: Family, target: AttentionSpec) -> str | None:
         config = family.config
@@ -64,8 +71,8 @@ class StockLatent(StockClass):
         traits = family.traits
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
-        if reason := self.refuses_blocks(config):
-            return reason
+        if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
+            return "the MLP has biases, which the class does not support"
         if not any(family.rotaries):
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
         for field, value in traits.extra_features.items():
@@ -95,6 +102,16 @@ class StockLatent(StockClass):
             "v_head_dim": target.head_dim,
             "attention_bias": True,
             **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
+            "rope_interleave": True,
+            # All layers are dense, so no expert is built.
+            "first_k_dense_replace": target.num_layers,
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": config.intermediate_size,
+            "num_nextn_predict_layers": 0,
         }
 
     def notes(self, family: Family) -> tuple[str, ...]:
@@ -122,49 +139,6 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
         "attention_factor": 1.0,
         "original_max_position_embeddings": rotary.long_beyond or config.max_position_embeddings,
     }
-
-
-class DeepseekV3(StockLatent):
-    """The stock class `deepseek_v3`."""
-
-    name = "deepseek_v3"
-    blocks = "Llama's"
-    # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
-    families: Collection[str] = (
-        "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3"
-    )  # fmt: skip
-    runs = frozenset({"transformers", "vllm"})
-    served_by = (
-        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
-        "and of llama with --engine llama.cpp also llama.cpp"
-    )
-    remarks = (
-        *StockLatent.remarks,
-        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
-        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
-        "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
-        "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
-    )
-
-    def refuses_blocks(self, config: Any) -> str | None:
-        if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
-            return "the MLP has biases, which the class does not support"
-        return None
-
-    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        return {
-            **super().own(family, target, rotary),
-            "rope_interleave": True,
-            # All layers are dense, so no expert is built.
-            "first_k_dense_replace": target.num_layers,
-            "n_routed_experts": 1,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": family.config.intermediate_size,
-            "num_nextn_predict_layers": 0,
-        }
 
 
 DEEPSEEK = DeepseekV3()
@@ -287,38 +261,4 @@ def _as_yarn(rotary: Rotary, config: Any) -> dict[str, Any]:
     }
 
 
-# ---- MiniCPM3 ---------------------------------------------------------------------------------------------------------
-
-_SCALES = ("scale_emb", "scale_depth", "dim_model_base", "mlp_bias")
-
-
-class MiniCPM3(StockLatent):
-    """The stock class `minicpm3`."""
-
-    name = "minicpm3"
-    blocks = "Gemma's"
-    families = ("gemma",)  # tested to be exact
-    served_by = "vLLM and llama.cpp refuse it"
-    remarks = (
-        *StockLatent.remarks,
-        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`, which MiniCPM3's own\n"
-        "checkpoints lack. So config.json says that the architecture is TransformersForCausalLM, and engines do not take\n"
-        "their own MiniCPM3 classes. Saving the model again with transformers changes that field.",
-        "Gains of norms are stored as they are, and Gemma stores them less one. In bfloat16 this rounds them once more.",
-    )
-
-    def refuses_blocks(self, config: Any) -> str | None:
-        if config.hidden_size % config.num_attention_heads:
-            return (
-                f"hidden_size is {config.hidden_size}, and the class takes only multiples of the {config.num_attention_heads} "
-                "attention heads"
-            )
-        return None
-
-    def own(self, family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        config = family.config
-        scales = config.hidden_size**0.5, math.sqrt(target.num_layers), config.hidden_size, False
-        return {**super().own(family, target, rotary), **dict(zip(_SCALES, scales, strict=True))}
-
-
-INSIDE, MINICPM3, PORTABLE = InsideClass(), MiniCPM3(), Portable()
+INSIDE, PORTABLE = InsideClass(), Portable()

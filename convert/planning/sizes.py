@@ -92,7 +92,10 @@ class Sizing(LatentBounds):
             pad_rank=padded,
             cache_dtype=cache_dtype,
         )
-        return replace(target, notes=(*self._notes(target), *([self._format_note(target)] if by_rule else ())))
+        if count := spec.count_precise(form):
+            precise = f"{form.name} has more bits in {count} of {spec.num_layers} layers, which copy"
+            target = replace(target, notes=(precise,))
+        return replace(target, notes=(*self._notes(target), *target.notes, *([self._format_note(target)] if by_rule else ())))
 
     @property
     def context(self) -> int:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from attention.spec import AttentionSpec
 
 LOSSY = ["fp8", "int8", "q8_0", "q4_0", "int4", "int3", "int2"]
 KINDS = [(form, kind) for form in FORMATS for kind in ("heads", "latent") if kind == "latent" or form != "mixed"]
-LOSSY_KINDS = [(form, kind) for form, kind in KINDS if form in (*LOSSY, "mixed")]
+LOSSY_KINDS = [*((form, kind) for form, kind in KINDS if form in (*LOSSY, "mixed")), ("mixed", "latent, one layer precise")]
 LONG = 75  # tokens
 # Sizes that all formats take.
 SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -35,11 +36,12 @@ def grouped_model(dtype: torch.dtype = torch.float64, model_type: str = "llama")
     return model.to(dtype)
 
 
-def latent_model(dtype: torch.dtype = torch.float64) -> Any:
-    return mla_model(dtype=dtype, neutral=(8.0,), head_dim=32, **SIZES)
+def latent_model(dtype: torch.dtype = torch.float64, layers: int = 3) -> Any:
+    depth = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+    return mla_model(dtype=dtype, neutral=(8.0,), head_dim=32, **depth, **SIZES)
 
 
-MODELS = {"heads": grouped_model, "latent": latent_model}
+MODELS = {"heads": grouped_model, "latent": latent_model, "latent, one layer precise": partial(latent_model, layers=5)}
 
 
 def filled(model: Any, ids: torch.Tensor) -> Any:
@@ -64,7 +66,7 @@ def test_the_cache_holds_the_bytes_that_are_predicted(kind: str, form: str) -> N
         assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length)
 
 
-@pytest.mark.parametrize(("form", "kind"), [("int4", "heads"), ("q8_0", "heads"), ("fp8", "latent"), ("mixed", "latent")])
+@pytest.mark.parametrize(("form", "kind"), [("int4", "heads"), ("q8_0", "heads"), ("fp8", "latent"), LOSSY_KINDS[-1]])
 def test_generation_follows_what_teacher_forcing_predicts(kind: str, form: str) -> None:
     model, prompt = store_encoded(MODELS[kind](), form), tokens(2, 40)
     seen = torch.ones_like(prompt)

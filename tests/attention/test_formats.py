@@ -54,8 +54,9 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 
 def test_channels_of_a_latent_may_differ_in_bits() -> None:
-    """Of 160: 32 in five, 80 in three, 48 in two bits, and a scale of two bytes each; the RoPE key in 6 bits."""
-    assert LATENT.bytes_per_token("mixed") == 30 * ((32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2 + 24 + 2)
+    """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; in 4 layers all in 6 bits, as RoPE keys are."""
+    mixed, precise, rope = (32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2, 160 * 6 // 8 + 3 * 2, 24 + 2
+    assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * precise + 30 * rope
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):

@@ -7,7 +7,7 @@ from tiny import ROPES, VOCABULARY, tiny_config
 
 from convert.families import FAMILIES
 from convert.hosts import Host, kvfold, source_class
-from convert.hosts.latent import DEEPSEEK, MINICPM3, PORTABLE
+from convert.hosts.latent import DEEPSEEK, PORTABLE
 from convert.hosts.sharing import BIGCODE, FALCON, PHI
 
 SLIDING = ["sliding_attention"] * 3
@@ -43,12 +43,6 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, None),
         *((name, PLAIN.get(name, {}), None) for name in DEEPSEEK.families),
-    ],
-    MINICPM3: [
-        ("gemma", {"use_bidirectional_attention": True}, "config.json sets use_bidirectional_attention to True"),
-        ("gemma", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic'"),
-        ("gemma", {"hidden_size": 68}, "hidden_size is 68, and the class takes only multiples of the 8 attention heads"),
-        ("gemma", {}, None),
     ],
     PORTABLE: [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),

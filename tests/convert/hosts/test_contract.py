@@ -31,7 +31,7 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES, Family
 from convert.hosts import Host
 from convert.hosts.kvfold import HOST, LATENT_HOST
-from convert.hosts.latent import DEEPSEEK, MINICPM3
+from convert.hosts.latent import DEEPSEEK
 from convert.hosts.sharing import BIGCODE, FALCON, PHI
 from eval.inputs.source import Source
 from eval.quality.lockstep import measured_bytes_per_token
@@ -201,14 +201,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 128, "layer_types": SLIDING},
     "phi3": {"rope_parameters": held.DEFAULT | {"partial_rotary_factor": 0.75}},
 }
-OF_MINICPM3: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "biases": {"attention_bias": True},
-    "heads wider than the model": {"head_dim": 12},
-    "an embedding scale that is no integer": {"hidden_size": 80},
-    "YaRN": {"rope_parameters": held.YARN},
-    "a head of its own": {"tie_word_embeddings": False},
-}
 
 
 WITH_HEADS = [name for name in sorted(LATENT_HOST.families) if FAMILIES[name].has_heads]
@@ -218,7 +210,6 @@ LATENTS: dict[str, Row] = {
     **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in held.CLIPPED},
     **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
        for name in DEEPSEEK.families if FAMILIES[name].has_heads},
-    **{f"gemma as minicpm3, {kind}": Row("gemma", "minicpm3", changes) for kind, changes in OF_MINICPM3.items()},
     **{f"{name}, a layer kept": latent_of(name)._replace(kept=(1,)) for name in WITH_HEADS},
     "gpt2, layers kept, logits divided by the layer": DIVIDED,
 }  # fmt: skip
@@ -226,7 +217,6 @@ LATENTS: dict[str, Row] = {
 KINDS = (
     "bloom", "codegen", "cohere, QK-norm", "gemma2", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "mpt, clipped", "olmo2",
     "smollm3", "stablelm, QK-norm", *(f"{name} as deepseek_v3" for name in ("llama", "phi3", "qwen2")),
-    *(f"gemma as minicpm3, {kind}" for kind in ("biases", "YaRN", "heads wider than the model")),
     *(f"{name}, a layer kept" for name in ("llama", "gptj", "gpt2", "gemma3_text", "phi3")),
     "gpt2, layers kept, logits divided by the layer",
 )  # fmt: skip
@@ -234,7 +224,7 @@ FITTED = ("gemma2", "smollm3", "stablelm, QK-norm", "llama as deepseek_v3")
 OTHER_METHODS = [(method, "llama as deepseek_v3") for method in WAYS if method not in ("svd", "weighted with text")]
 # The same, where a row costs more: each form of norms, caps, windows, experts and positions once.
 BOTH = (
-    "bloom", "gemma2", "stablelm, QK-norm", "qwen2 as deepseek_v3", "gemma as minicpm3, biases", "llama, a layer kept",
+    "bloom", "gemma2", "stablelm, QK-norm", "qwen2 as deepseek_v3", "llama, a layer kept",
     "olmo2, a layer kept",
 )  # fmt: skip
 
@@ -316,11 +306,11 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
     for name, changes in held.BEYOND.items():
         family = FAMILIES[name].of(tiny_config(name, **changes))
         target = family.spec.latent(8, 2)
-        assert all(host.refuses(family, target) for host in (DEEPSEEK, MINICPM3)), name
+        assert DEEPSEEK.refuses(family, target), name
         assert LATENT_HOST.refuses(family, target) is None, name
 
 
-@pytest.mark.parametrize("host", [DEEPSEEK, MINICPM3, *ONE_KIND], ids=lambda host: host.name)
+@pytest.mark.parametrize("host", [DEEPSEEK, *ONE_KIND], ids=lambda host: host.name)
 def test_other_blocks_are_refused(host: Host) -> None:
     for name, row in FAMILIES.items():
         if name not in host.families and row.has_heads:
@@ -347,13 +337,13 @@ for path in paths:
 """
 CLASSES = {
     MODEL_TYPE: "KvfoldForCausalLM", "phi": "PhiForCausalLM", "gpt_bigcode": "GPTBigCodeForCausalLM",
-    "falcon": "FalconForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "minicpm3": "MiniCPM3ForCausalLM",
+    "falcon": "FalconForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 # Of each class that holds results, with what it needs its code for: ALiBi, caps, norms, RoPE in neighbouring or complex pairs.
 WITHOUT = {
     "a few": (
         ("codegen", "gpt_neox", "gpt2, one head", "gpt_neox, one head, a quarter"),
-        ("gemma2", "qwen3", "llama as deepseek_v3", "gemma as minicpm3, biases"),
+        ("gemma2", "qwen3", "llama as deepseek_v3"),
     ),
     "since 5.23": (("bloom",), ("bloom", "qwen2 as deepseek_v3")),
     "the others": (

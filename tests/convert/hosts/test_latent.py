@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latents import full_size, logits_of, stock_module_computes
+from latents import logits_of, stock_module_computes
 from records import factored
 from rows import rows
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from written import Convert, Make, damage, ok, weights
+from written import Make, damage, ok, weights
 
 import attention
 from attention.record import FactoredAttention
@@ -88,29 +88,6 @@ def test_query_biases_go_through_the_latent_of_queries() -> None:
         assert FAMILIES["deepseek_v3"].of(sized).unreadable is None
         note = "query biases go through q_a_proj, an identity with a constant: 64 × 80 more weights in each layer"
         assert DEEPSEEK.notes(family) == ((note,) if through else ())
-
-
-# ---- MiniCPM3 --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_gains_are_one_more_than_gemma_stores_rounded_once(
-    stored: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    source = checkpoint("gemma")
-    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--method", "svd", "--dtype", stored))
-    before, after = weights(source), weights(tmp_path / "out")
-    norms = [name for name in before if name.endswith("norm.weight")]
-    assert len(norms) == 7
-    for name in norms:
-        assert torch.equal(after[name], (before[name].double() + 1).to(getattr(torch, stored))), name
-    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert set(norms) <= set(provenance["tensors"]["converted"])
-
-
-def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:
-    family = family_of("minicpm3")
-    assert family.of(tiny_config("minicpm3")).traits.adds_output
 
 
 # ---- portable --------------------------------------------------------------------------------------------------------
