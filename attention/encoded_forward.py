@@ -97,8 +97,7 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        layers = enumerate(zip(forms, self._windows, strict=True))
-        cache.layers = [EncodedLayer(form, self._spec.is_latent(layer), window) for layer, (form, window) in layers]
+        cache.layers = [EncodedLayer(form, self._spec.is_latent(i), self._windows[i]) for i, form in enumerate(forms)]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing
             cache.activate_past_recording()
@@ -165,9 +164,8 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
 
 def rounding_cache(form: Format, spec: AttentionSpec, only: Collection[int] | None = None) -> DynamicCache:
     """The cache of a model with that attention, for texts that begin with the pass; with `only`, just these layers round."""
-    forms = [
-        spec.format_of(layer, form) if only is None else form if layer in only else _EXACT for layer in range(spec.num_layers)
-    ]
+    layers = range(spec.num_layers)
+    forms = [spec.format_of(i, form) if only is None else form if i in only else _EXACT for i in layers]
     cache = DynamicCache()
     cache.layers = [RoundedLayer(own, spec.is_latent(layer)) for layer, own in enumerate(forms)]
     cache.layer_class_to_replicate = None

@@ -136,8 +136,8 @@ def _class(bits: int, reach: float) -> Format:
     return Format(f"{bits} bits", bits, reach=reach)
 
 
-_ROPE = Format("6 bits", 6, latent_group=64, reach=1.0)
-_INT4 = Format("int4", 4, 32, 64, rope=_ROPE)
+_SIX = Format("6 bits", 6, latent_group=64, reach=1.0)
+_INT4 = Format("int4", 4, 32, 64, rope=_SIX, precise=_SIX)
 _CLASSES = (0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))
 
 FORMATS = {
@@ -150,11 +150,11 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, 64, 64),
         _INT4,
-        Format("int3", 3, 32, 64, rope=_ROPE),
-        Format("int2", 2, 32, 64, rope=_ROPE),
+        Format("int3", 3, 32, 64, rope=_SIX, precise=_SIX),
+        Format("int2", 2, 32, 64, rope=_SIX, precise=_SIX),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        Format("mixed", 2, classes=_CLASSES, rope=_ROPE, heads=_INT4, precise=_ROPE),
+        Format("mixed", 2, classes=_CLASSES, rope=_SIX, heads=_INT4, precise=_SIX),
     )
 }
 

@@ -54,7 +54,7 @@ def test_the_layer_whose_rounding_costs_most_is_precise(
     held = sum(layer.nbytes for layer in model(tokens(1, 5)).past_key_values.layers)
     assert held == 5 * AttentionSpec.from_config(model.config).bytes_per_token("mixed")
     assert held == 5 * read(out / "conversion.json")["kv_bytes_per_token"]["after"]
-    assert forms(load(out, cache_dtype="int4")) == ["int4"] * 5
+    assert forms(load(out, cache_dtype="int8")) == ["int8"] * 5
     ok(convert("run", out, tmp_path / "again"))
     same_but_for_the_run(out, tmp_path / "again")
 
@@ -70,7 +70,7 @@ def test_without_memory_for_the_experiment_a_layer_past_the_middle_is(
 
 def test_one_latent_of_eight_is_precise_and_none_with_a_window() -> None:
     spec = AttentionSpec(16, 4, 4, 64).latent(64, 16)
-    assert (spec.count_precise(MIXED), spec.count_precise(FORMATS["int4"])) == (2, 0)
+    assert (spec.count_precise(MIXED), spec.count_precise(FORMATS["int8"])) == (2, 0)
 
     def precise(spec: AttentionSpec) -> list[int]:
         return [layer for layer in range(16) if spec.format_of(layer, MIXED) != MIXED]
