@@ -41,7 +41,8 @@ class EncodedForward:
         require_cache(model, form)
         spec = AttentionSpec.from_config(model.config)
         spec.bytes_per_token(form.name)  # refuses sizes that the format does not take
-        self._windows, self._spec = spec.windows or (None,) * spec.num_layers, spec
+        windows, layers = spec.windows or (None,) * spec.num_layers, range(spec.num_layers)
+        self._layers = [(spec.format_of(i, form), spec.is_latent(i), windows[i]) for i in layers]
         functools.update_wrapper(self, self.stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +88,8 @@ class EncodedForward:
 
     def _encoded(self, cache: Cache | None) -> Cache:
         cache = DynamicCache() if cache is None else cache
-        forms = [self._spec.format_of(layer, self.form) for layer in range(self._spec.num_layers)]
-        if cache.layers and [isinstance(layer, EncodedLayer) and layer.form for layer in cache.layers] == forms:
+        forms = [layer.form if isinstance(layer, EncodedLayer) else None for layer in cache.layers]
+        if cache.layers and forms == [form for form, *_ in self._layers]:
             return cache
         if type(cache) is not DynamicCache or cache.get_seq_length():
             filled = f"a filled {type(cache).__name__}" if cache.get_seq_length() else f"a {type(cache).__name__}"
@@ -97,7 +98,7 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        cache.layers = [EncodedLayer(form, self._spec.is_latent(i), self._windows[i]) for i, form in enumerate(forms)]
+        cache.layers = [EncodedLayer(*layer) for layer in self._layers]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing
             cache.activate_past_recording()
@@ -163,7 +164,7 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def rounding_cache(form: Format, spec: AttentionSpec, only: Collection[int] | None = None) -> DynamicCache:
-    """The cache of a model with that attention, for texts that begin with the pass; with `only`, just these layers round."""
+    """The cache of a model with that attention, for texts that begin with the pass; if given, `only` these layers round."""
     layers = range(spec.num_layers)
     forms = [spec.format_of(i, form) if only is None else form if i in only else _EXACT for i in layers]
     cache = DynamicCache()

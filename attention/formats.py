@@ -2,9 +2,8 @@
 
 A format is a plain dtype, or integers of a few bits with a scale, and mostly an offset, in float16 for each group of values of
 one token, of one head or of a latent. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a
-Hadamard matrix (its pull request 21038). It has none for latents. `mixed` gives the channels of a latent, which come in the
-order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes of
-channels.
+Hadamard matrix (its pull request 21038). It has none for latents. `mixed` and `mixed2` give channels of a latent, which come in
+the order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes.
 
 No cache is stored in `kivi4` to `kivi2` (KIVI, arXiv 2402.02750): their keys of heads are grouped along time, per channel, and
 an evaluation rounds whole texts so (`attention.encoded_forward`), to compare with.
@@ -131,14 +130,18 @@ class Format:
                 )
 
 
-def _class(bits: int, reach: float) -> Format:
-    """A class of `mixed`. Behind a rotation its channels are nearly normal, which decides where it pays to cut them off."""
-    return Format(f"{bits} bits", bits, reach=reach)
+# Of classes of channels by their bits. Behind a rotation these are nearly normal, which decides where it pays to cut them off.
+_REACH = {5: 1.0, 4: 0.96, 3: 0.78, 2: 0.58, 1: 0.32}
 
 
-_SIX = Format("6 bits", 6, latent_group=64, reach=1.0)
+def _mixed(name: str, bits: tuple[int, int, int], rope: Format) -> Format:
+    """A format of latents whose channels have three classes of so many bits."""
+    classes = tuple((share, Format(f"{n} bits", n, reach=_REACH[n])) for share, n in zip((0.2, 0.5, 0.3), bits, strict=True))
+    return Format(name, bits[-1], classes=classes, rope=rope, heads=_INT4, precise=_SIX)
+
+
+_FIVE, _SIX = (Format(f"{bits} bits", bits, latent_group=64, reach=1.0) for bits in (5, 6))
 _INT4 = Format("int4", 4, 32, 64, rope=_SIX, precise=_SIX)
-_CLASSES = (0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))
 
 FORMATS = {
     form.name: form
@@ -154,7 +157,8 @@ FORMATS = {
         Format("int2", 2, 32, 64, rope=_SIX, precise=_SIX),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        Format("mixed", 2, classes=_CLASSES, rope=_SIX, heads=_INT4, precise=_SIX),
+        _mixed("mixed", (5, 3, 2), _SIX),
+        _mixed("mixed2", (4, 2, 1), _FIVE),
     )
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from attention import models
@@ -166,15 +167,15 @@ class AttentionSpec:
         """Whether a layer caches a latent."""
         return self.kv_lora_rank is not None and layer not in self.kept
 
-    @property
+    @cached_property
     def unbounded(self) -> tuple[int, ...]:
-        """The layers with a latent that no window bounds; if there are none, all with a latent."""
-        latents = tuple(layer for layer in range(self.num_layers) if self.is_latent(layer))
-        return tuple(layer for layer in latents if not (self.windows and self.windows[layer])) or latents
+        """The layers with a latent that no window bounds."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(layer for layer in range(self.num_layers) if self.is_latent(layer) and windows[layer] is None)
 
     def count_precise(self, form: Format) -> int:
         """How many layers have a format of their own in a model whose cache has that format."""
-        return 0 if form.precise is None else round(len(self.unbounded) / _ONE_IN)
+        return 0 if form.precise is None else (len(self.unbounded) + _ONE_IN // 2) // _ONE_IN
 
     def format_of(self, layer: int, form: Format) -> Format:
         """The format of a layer's cache in a model whose cache has that format.
@@ -182,8 +183,10 @@ class AttentionSpec:
         Few layers copy, and they suffer nearly all that rounding costs copies. Those of `precise` have a format of their own;
         where none was measured, those past five eighths of the layers, where models mostly copy.
         """
+        if form.precise is None or layer not in self.unbounded:
+            return form
         found = self.precise or self.unbounded[len(self.unbounded) * 5 // 8 :]
-        return form.precise if form.precise and layer in found[: self.count_precise(form)] else form
+        return form.precise if layer in found[: self.count_precise(form)] else form
 
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.

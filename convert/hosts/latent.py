@@ -1,8 +1,8 @@
 """The stock output class with latent attention, DeepSeek-V3's without experts, alone or inside another model.
 
-`convert.families.latent` writes their tensors and the constant channels that neutralise their latent norm. Query biases, for
-which the class has no place, go through its latent of queries. Models with a decoder inside that build it by its type (llava
-and its like) take any; others, which have one of their own, take none.
+`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm. Query biases, for which
+the class has no place, go through its latent of queries. Models that build the decoder inside them by its type (llava and its
+like) take this one; others, which have a decoder of their own, do not.
 """
 
 from collections.abc import Collection, Mapping

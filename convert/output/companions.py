@@ -47,12 +47,6 @@ def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> No
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def add_to_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Add to the config.json of a checkpoint's directory."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    write_config(path, config | values, None)
-
-
 def copy_companions(path: Path, source: Path, code: bool) -> None:
     """Copy tokenizer, generation config, licence and the like from the source's directory; with `code`, Python files too."""
     patterns = (*_COMPANIONS, "*.py") if code else _COMPANIONS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The share of the source's rotary dims that rotate in a result with as many values as its source; less by the share of values.
 ROTARY = 0.75
 # By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
-FORMATS = ((0.4, ("int8", "q8_0")), (0.16, ("int4", "q4_0")), (0.0, ("mixed", "int4", "q4_0")))
+FORMATS = ((0.4, ("int8", "q8_0")), (0.16, ("int4", "q4_0")), (0.13, ("mixed", "q4_0")), (0.0, ("mixed2", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
 
 

@@ -77,8 +77,7 @@ class Sizing(LatentBounds):
         used = self._channels(rank, rope_dim, any_rank=padded)
         if self.host.portable and form.classes:
             raise Refusal(
-                f"a portable result cannot be made for {form.name}: its norm reads all channels, so that none may have fewer "
-                "bits",
+                f"a portable result cannot be made for {form.name}: its norm reads all channels, which need as many bits each",
                 hint="use int4 or q4_0, or leave out --portable",
             )
         spec.bytes_per_token(form.name)  # refuses what the format does not take
@@ -92,10 +91,7 @@ class Sizing(LatentBounds):
             pad_rank=padded,
             cache_dtype=cache_dtype,
         )
-        if count := spec.count_precise(form):
-            precise = f"{form.name} has more bits in {count} of {spec.num_layers} layers, which copy"
-            target = replace(target, notes=(precise,))
-        return replace(target, notes=(*self._notes(target), *target.notes, *([self._format_note(target)] if by_rule else ())))
+        return replace(target, notes=(*self._notes(target), *([self._format_note(target)] if by_rule else ())))
 
     @property
     def context(self) -> int:
@@ -247,6 +243,8 @@ class Sizing(LatentBounds):
         rank = spec.kv_lora_rank or 0
         yield _channels_note(rank, target.channels, host)
         yield from host.notes(self.family)
+        if (form := target.rounding) and form.precise and (count := spec.count_precise(form)):
+            yield f"{form.name} keeps {count} of {spec.num_layers} layers in {form.precise.name}: those that copy"
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if rank % RANK_STEP:

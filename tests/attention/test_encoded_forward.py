@@ -22,8 +22,11 @@ from attention.formats import FORMATS, KIVI, format_named
 from attention.spec import AttentionSpec
 
 LOSSY = ["fp8", "int8", "q8_0", "q4_0", "int4", "int3", "int2"]
-KINDS = [(form, kind) for form in FORMATS for kind in ("heads", "latent") if kind == "latent" or form != "mixed"]
-LOSSY_KINDS = [*((form, kind) for form, kind in KINDS if form in (*LOSSY, "mixed")), ("mixed", "latent, one layer precise")]
+KINDS = [(name, kind) for name, form in FORMATS.items() for kind in ("heads", "latent") if kind == "latent" or not form.classes]
+LOSSY_KINDS = [
+    *((form, kind) for form, kind in KINDS if form in (*LOSSY, "mixed", "mixed2")),
+    ("mixed", "latent, one layer precise"),
+]
 LONG = 75  # tokens
 # Sizes that all formats take.
 SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}

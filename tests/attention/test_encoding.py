@@ -12,8 +12,9 @@ INTEGERS = [form for form in FORMATS.values() if form.group]
 OFFSET = [form for form in INTEGERS if not form.steps]
 SYMMETRIC = [form for form in INTEGERS if form.steps]
 MIXED = FORMATS["mixed"]
-CENTRED = [*(form for _, form in MIXED.classes), FORMATS["int4"].of("rope")]
-EVERY = [form for form in FORMATS.values() if form is not MIXED]
+OF_LATENTS = [form for form in FORMATS.values() if form.classes]
+CENTRED = [own for form in OF_LATENTS for own in (*(own for _, own in form.classes), form.of("rope"))]
+EVERY = [form for form in FORMATS.values() if form not in OF_LATENTS]
 
 
 def named(form: Format) -> str:
@@ -85,16 +86,16 @@ def test_a_latent_is_cut_into_classes_of_whole_bytes(size: int) -> None:
     assert [count for _, count in MIXED.cut(159)] == [32, 80, 47], "a constant that is left out moves no other channel"
 
 
-def test_each_class_of_a_latent_is_encoded_as_if_alone() -> None:
+@pytest.mark.parametrize("form", OF_LATENTS, ids=named)
+def test_each_class_of_a_latent_is_encoded_as_if_alone(form: Format) -> None:
     values = draw(2, 3, 160)
-    apart = [
-        back(part, form, part.shape[-1]) for (form, _), part in zip(MIXED.cut(160), values.split([32, 80, 48], -1), strict=True)
-    ]
-    assert torch.equal(back(values, MIXED, 160), torch.cat(apart, -1))
-    assert torch.equal(rounded(values, MIXED, "latent"), torch.cat(apart, -1))
-    rope, own = values[..., :32], MIXED.of("rope")
-    assert torch.equal(rounded(rope, MIXED, "rope"), back(rope, own, own.latent_group))
-    unpacked = rounded(values[..., :159], MIXED, "latent")  # fits round latents without their constant channel
+    classes = zip(form.cut(160), values.split([32, 80, 48], -1), strict=True)
+    apart = [back(part, own, part.shape[-1]) for (own, _), part in classes]
+    assert torch.equal(back(values, form, 160), torch.cat(apart, -1))
+    assert torch.equal(rounded(values, form, "latent"), torch.cat(apart, -1))
+    rope, own = values[..., :32], form.of("rope")
+    assert torch.equal(rounded(rope, form, "rope"), back(rope, own, own.latent_group))
+    unpacked = rounded(values[..., :159], form, "latent")  # fits round latents without their constant channel
     assert torch.equal(unpacked[..., :112], torch.cat(apart[:2], -1))
 
 

@@ -56,8 +56,10 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 def test_channels_of_a_latent_may_differ_in_bits() -> None:
     """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; in 4 layers all in 6 bits, as RoPE keys are."""
-    mixed, precise, rope = (32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2, 160 * 6 // 8 + 3 * 2, 24 + 2
-    assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * precise + 30 * rope
+    mixed = (32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2
+    assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * (precise := 120 + 3 * 2) + 30 * (24 + 2)
+    lower = (32 * 4 + 80 * 2 + 48) // 8 + 3 * 2
+    assert LATENT.bytes_per_token("mixed2") == 26 * (lower + 20 + 2) + 4 * (precise + 24 + 2), "a bit less"
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):
@@ -65,7 +67,9 @@ def test_channels_of_a_latent_may_differ_in_bits() -> None:
 
 
 def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
-    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0, mixed\)"):
+    with pytest.raises(
+        Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0, mixed, mixed2\)"
+    ):
         format_named("int5")
 
 

@@ -1,24 +1,24 @@
 """Layers that a format keeps precise: measured on the result, written where the cache finds them."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_mla import tokens
-from written import Convert, Make, characters, damage, ok, read, same_but_for_the_run
+from written import Convert, Make, characters, damage, ok, raising, read, same_but_for_the_run
 
 from attention import load
+from attention.errors import Failure
 from attention.formats import FORMATS
 from attention.spec import AttentionSpec
-from convert.execute import precision
+from convert.execute import precision, sequence
 
 MIXED = FORMATS["mixed"]
-TO_MLA = ("--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--cache-dtype", "mixed", "--calibration-context", 32)
-
-
+TO_MLA = ("--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--cache-dtype", "mixed", "--calibration-context", 32,
+          "--calibration-tokens", 512)  # fmt: skip
 ALONE = "layers.1."
 
 
@@ -30,14 +30,9 @@ def silence(weights: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def converted(checkpoint: Make, convert: Convert, tmp_path: Path) -> Callable[[], Path]:
-    def make() -> Path:
-        source, out = damage(checkpoint(num_hidden_layers=5), silence), tmp_path / "out"
-        said = ok(convert("mla", *TO_MLA, "--text", characters(tmp_path / "text.txt"), source, out)).stdout
-        assert "mixed has more bits in 1 of 5 layers, which copy" in said
-        return out
-
-    return make
+def command(checkpoint: Make, tmp_path: Path) -> list[Any]:
+    source = damage(checkpoint(num_hidden_layers=5), silence)
+    return ["mla", *TO_MLA, "--text", characters(tmp_path / "text.txt"), source, tmp_path / "out"]
 
 
 def forms(model: Any) -> list[str]:
@@ -45,9 +40,14 @@ def forms(model: Any) -> list[str]:
 
 
 def test_the_layer_whose_rounding_costs_most_is_precise(
-    converted: Callable[[], Path], convert: Convert, tmp_path: Path
+    command: list[Any], convert: Convert, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    out = converted()
+    fitted, cache = list[list[str]](), sequence.rounding_cache
+    caught = lambda *given: fitted.append([layer.form.name for layer in cache(*given).layers]) or cache(*given)  # noqa: E731
+    monkeypatch.setattr(sequence, "rounding_cache", caught)
+    out, said = command[-1], ok(convert(*command)).stdout
+    assert "mixed keeps 1 of 5 layers in 6 bits: those that copy" in said
+    assert fitted == [["mixed"] * 5], "what is fitted before the experiment takes no layer for precise"
     assert read(out / "conversion.json")["precise_layers"] == read(out / "config.json")["precise_layers"] == [1]
     model = load(out, cache_dtype="mixed")
     assert forms(model) == ["mixed", "6 bits", "mixed", "mixed", "mixed"]
@@ -60,12 +60,41 @@ def test_the_layer_whose_rounding_costs_most_is_precise(
 
 
 def test_without_memory_for_the_experiment_a_layer_past_the_middle_is(
-    converted: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+    command: list[Any], convert: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "lacks_room", lambda *_: "it takes 9.0 GB, and cpu has 8.0 GB free")
-    out = converted()
-    assert "precise_layers" not in json.loads((out / "config.json").read_text())
+    """Also if there is memory when the run is resumed: what was healed in between has read such a cache."""
+    with monkeypatch.context() as patch:
+        patch.setattr(precision, "lacks_room", lambda *_: "it takes 9.0 GB, and cpu has 8.0 GB free")
+        patch.setattr("convert.converting.heal_result", raising(KeyboardInterrupt()))
+        stopped = convert(*command)
+    assert "which layers copy was not measured, and mixed keeps some past the middle precise: it takes 9.0 GB" in stopped.stderr
+    out, resumed = command[-1], ok(convert(*command, "--resume"))
+    assert "precise_layers" not in read(out / "config.json").keys() | read(out / "conversion.json").keys()
     assert forms(load(out, cache_dtype="mixed")) == ["mixed", "mixed", "mixed", "6 bits", "mixed"]
+    assert "was not measured" not in resumed.stderr
+
+
+def test_what_was_measured_is_not_measured_again(command: list[Any], convert: Convert, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.converting.heal_result", raising(KeyboardInterrupt()))
+        assert convert(*command).exit_code
+    monkeypatch.setattr(precision, "_costs", raising(AssertionError("measured again")))
+    ok(convert(*command, "--resume"))
+    assert read(command[-1] / "config.json")["precise_layers"] == [1]
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(3, None), (512, 7)])
+def test_a_text_or_a_model_that_is_too_short_is_refused(tokens: int, positions: int | None) -> None:
+    with pytest.raises(Failure, match=f"a copy takes 8 tokens, and there are {tokens} of text and {positions} positions"):
+        precision._copies(SimpleNamespace(ids=torch.arange(tokens)), positions)
+
+
+def test_runs_of_a_text_come_back_behind_twice_as_much_text() -> None:
+    ids, first = precision._copies(SimpleNamespace(ids=torch.arange(2000, 3000)), 8192)
+    assert (ids.shape, first) == ((8, 128), 97)
+    assert torch.equal(ids[:, :32], ids[:, 96:])
+    assert torch.equal(ids[:, 32:96], torch.arange(2000, 2512).view(8, 64))
+    assert precision._copies(SimpleNamespace(ids=torch.arange(50)), 20).ids.shape == (5, 20)
 
 
 def test_one_latent_of_eight_is_precise_and_none_with_a_window() -> None:
@@ -79,4 +108,5 @@ def test_one_latent_of_eight_is_precise_and_none_with_a_window() -> None:
     assert precise(replace(spec, precise=(4, 9, 1))) == [4, 9]
     windowed = replace(spec, windows=(*[32] * 8, *[None] * 8))
     assert (windowed.unbounded, precise(windowed)) == (tuple(range(8, 16)), [13])
-    assert precise(spec.keeping(range(14), 4)) == [], "two latents"
+    assert precise(spec.keeping(range(13), 4)) == [], "three latents"
+    assert precise(spec.keeping(range(12), 4)) == [14], "four"
