@@ -179,7 +179,7 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
         held = bits * size // 8  # bytes of so many integers
         word = torch.nn.functional.pad(codes.unflatten(-1, (-1, held)), (0, size - held)).view(kind)[..., 0]
     else:
-        word = codes.to(torch.int16 if bits == 4 else torch.int32)
+        word = codes.to({4: torch.int16, 2: torch.int32, 1: torch.int64}[bits])
     size = part = word.element_size()  # integers of a word, and of the parts that it is divided into
     while part > 1:
         part //= 2

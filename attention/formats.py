@@ -131,7 +131,7 @@ class Format:
 
 
 # Of classes of channels by their bits. Behind a rotation these are nearly normal, which decides where it pays to cut them off.
-_REACH = {5: 1.0, 4: 0.96, 3: 0.78, 2: 0.58}
+_REACH = {5: 1.0, 4: 0.96, 3: 0.78, 2: 0.58, 1: 0.32}
 
 
 def _mixed(name: str, bits: tuple[int, int, int], rope: Format) -> Format:
@@ -158,7 +158,7 @@ FORMATS = {
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
         _mixed("mixed", (5, 3, 2), _SIX),
-        _mixed("mixed2", (4, 2, 2), _FIVE),
+        _mixed("mixed2", (4, 2, 1), _FIVE),
     )
 }
 

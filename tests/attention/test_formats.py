@@ -58,8 +58,8 @@ def test_channels_of_a_latent_may_differ_in_bits() -> None:
     """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; in 4 layers all in 6 bits, as RoPE keys are."""
     mixed = (32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2
     assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * (precise := 120 + 3 * 2) + 30 * (24 + 2)
-    lower = (32 * 4 + 128 * 2) // 8 + 3 * 2
-    assert LATENT.bytes_per_token("mixed2") == 26 * (lower + 20 + 2) + 4 * (precise + 24 + 2), "fewer bits"
+    lower = (32 * 4 + 80 * 2 + 48) // 8 + 3 * 2
+    assert LATENT.bytes_per_token("mixed2") == 26 * (lower + 20 + 2) + 4 * (precise + 24 + 2), "a bit less"
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):

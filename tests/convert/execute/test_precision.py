@@ -14,7 +14,7 @@ from attention import load
 from attention.errors import Failure
 from attention.formats import FORMATS
 from attention.spec import AttentionSpec
-from convert.execute import precision, sequence
+from convert.execute import precision
 
 MIXED = FORMATS["mixed"]
 TO_MLA = ("--kv-lora-rank", 16, "--qk-rope-head-dim", 8, "--cache-dtype", "mixed", "--calibration-context", 32,
@@ -39,15 +39,9 @@ def forms(model: Any) -> list[str]:
     return [layer.form.name for layer in model(tokens(1, 5)).past_key_values.layers]
 
 
-def test_the_layer_whose_rounding_costs_most_is_precise(
-    command: list[Any], convert: Convert, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fitted, cache = list[list[str]](), sequence.rounding_cache
-    caught = lambda *given: fitted.append([layer.form.name for layer in cache(*given).layers]) or cache(*given)  # noqa: E731
-    monkeypatch.setattr(sequence, "rounding_cache", caught)
+def test_the_layer_whose_rounding_costs_most_is_precise(command: list[Any], convert: Convert, tmp_path: Path) -> None:
     out, said = command[-1], ok(convert(*command)).stdout
     assert "mixed keeps 1 of 5 layers in 6 bits: those that copy" in said
-    assert fitted == [["mixed"] * 5], "what is fitted before the experiment takes no layer for precise"
     assert read(out / "conversion.json")["precise_layers"] == read(out / "config.json")["precise_layers"] == [1]
     model = load(out, cache_dtype="mixed")
     assert forms(model) == ["mixed", "6 bits", "mixed", "mixed", "mixed"]
