@@ -4,7 +4,7 @@ Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale �
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
 llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes of
-`mixed`, and RoPE keys in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½).
+`mixed` and `mixed2`, and all that has 5 or 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½).
 """
 
 import math

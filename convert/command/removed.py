@@ -14,4 +14,7 @@ OPTIONS = {
     "--refine": "--heal loses less in the same time",
     "--set": "name OUTPUT and the options: `convert run RESULT OUTPUT [OPTIONS]`",
     "--tasks": "run lm-eval on `attention.load`, as docs/evaluation.md shows",
+    "--teacher-cache": "--checkpointing and a smaller --micro-batch-tokens take less memory",
+    "--text-shares": "each text gives as many tokens",
+    "--top-k": "--checkpointing and a smaller --micro-batch-tokens take less memory",
 }

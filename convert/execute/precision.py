@@ -9,14 +9,14 @@ from attention.errors import Failure, KvfoldError
 from attention.formats import Format
 from attention.patch import pad_values
 from attention.spec import PRECISE
-from attention.versions import CACHE, logits_kept
+from attention.versions import CACHE
 from convert.execute.job import Job
 from convert.planning.base import lacks_room
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens
-from eval.machine.device import input_device, memory_for
-from eval.quality.perplexity import Batch, Score, finite
+from eval.machine.device import memory_for
+from eval.quality.perplexity import Batch, Score, logits_of
 from eval.terminal.progress import stage
 
 _log = logging.getLogger("kvfold")
@@ -61,16 +61,10 @@ def _costs(job: Job, form: Format, result: Source, batch: Batch) -> dict[int, fl
         torch.inference_mode(),
     ):
         pad_values(model)
-
-        def logits(*layers: int) -> torch.Tensor:
-            kept, through = batch.ids.shape[1] - batch.first + 1, {"use_cache": True, CACHE: rounding_cache(form, spec, layers)}
-            whole = model(input_ids=batch.ids.to(input_device(model)), **through, **logits_kept(model, kept)).logits
-            return finite(whole[:, -kept:-1].flatten(0, 1), model)
-
-        exact = logits()
+        exact = logits_of(model, batch)
         for layer in spec.unbounded:
-            score = Score()
-            score.add(batch, logits(layer), exact)
+            score, through = Score(), {"use_cache": True, CACHE: rounding_cache(form, spec, [layer])}
+            score.add(batch, logits_of(model, batch, **through), exact)
             costs[layer] = score.kl
             done(1)
     return costs
@@ -80,7 +74,7 @@ def _copies(text: Tokens, positions: int | None) -> Batch:
     """Rows of a run of the text's tokens in random order, twice as much text, and the run again, whose tokens are scored."""
     ids = text.ids
     if (size := min(_RUN, len(ids) // 2, (positions or len(ids)) // 4)) < 2:
-        raise Failure(f"a copy takes 8 tokens, and there are {len(ids)} of text and {positions} positions")
+        raise Failure(f"copies need 8 tokens of text and 8 positions, and there are {len(ids)} and {positions or 'enough'}")
     between = ids[: len(ids) // (2 * size) * 2 * size].view(-1, 2 * size)[:_ROWS]
     order = torch.randint(len(ids), (len(between), size), generator=torch.Generator().manual_seed(0))
     return Batch(torch.cat((ids[order], between, ids[order]), 1), 3 * size + 1)

@@ -244,7 +244,7 @@ class Sizing(LatentBounds):
         yield _channels_note(rank, target.channels, host)
         yield from host.notes(self.family)
         if (form := target.rounding) and form.precise and (count := spec.count_precise(form)):
-            yield f"{form.name} keeps {count} of {spec.num_layers} layers in {form.precise.name}: those that copy"
+            yield f"{form.name} keeps the layers that copy in {form.precise.name}: {count} of {spec.num_layers}"
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if rank % RANK_STEP:

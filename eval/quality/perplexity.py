@@ -163,13 +163,13 @@ def batches(blocks: Iterable[Batch], vocabulary: int) -> Iterator[Batch]:
         yield from (Batch(part, first) for part in ids.split(at_once))
 
 
-def logits_of(model: Any, batch: Batch, **positions: torch.Tensor) -> torch.Tensor:
-    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions; `positions` are arguments of its forward.
+def logits_of(model: Any, batch: Batch, **given: Any) -> torch.Tensor:
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions; `given` are further arguments of its forward.
 
     Raises:
         Failure: They are not finite.
     """
-    logits = model(input_ids=batch.ids.to(input_device(model)), use_cache=False, **positions).logits
+    logits = model(**{"input_ids": batch.ids.to(input_device(model)), "use_cache": False} | given).logits
     return finite(logits[:, batch.first - 1 : -1].flatten(0, 1), model)
 
 

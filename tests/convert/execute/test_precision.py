@@ -41,7 +41,7 @@ def forms(model: Any) -> list[str]:
 
 def test_the_layer_whose_rounding_costs_most_is_precise(command: list[Any], convert: Convert, tmp_path: Path) -> None:
     out, said = command[-1], ok(convert(*command)).stdout
-    assert "mixed keeps 1 of 5 layers in 6 bits: those that copy" in said
+    assert "mixed keeps the layers that copy in 6 bits: 1 of 5" in said
     assert read(out / "conversion.json")["precise_layers"] == read(out / "config.json")["precise_layers"] == [1]
     model = load(out, cache_dtype="mixed")
     assert forms(model) == ["mixed", "6 bits", "mixed", "mixed", "mixed"]
@@ -77,10 +77,10 @@ def test_what_was_measured_is_not_measured_again(command: list[Any], convert: Co
     assert read(command[-1] / "config.json")["precise_layers"] == [1]
 
 
-@pytest.mark.parametrize(("tokens", "positions"), [(3, None), (512, 7)])
-def test_a_text_or_a_model_that_is_too_short_is_refused(tokens: int, positions: int | None) -> None:
-    with pytest.raises(Failure, match=f"a copy takes 8 tokens, and there are {tokens} of text and {positions} positions"):
-        precision._copies(SimpleNamespace(ids=torch.arange(tokens)), positions)
+@pytest.mark.parametrize(("tokens", "positions"), [(3, "enough"), (512, 7)])
+def test_a_text_or_a_model_that_is_too_short_is_refused(tokens: int, positions: Any) -> None:
+    with pytest.raises(Failure, match=f"copies need 8 tokens of text and 8 positions, and there are {tokens} and {positions}"):
+        precision._copies(SimpleNamespace(ids=torch.arange(tokens)), None if positions == "enough" else positions)
 
 
 def test_runs_of_a_text_come_back_behind_twice_as_much_text() -> None:
