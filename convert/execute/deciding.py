@@ -1,4 +1,4 @@
-"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies.
+"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies, and those that copy.
 
 A choice is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
@@ -18,6 +18,7 @@ from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
+from convert.execute.precision import precise_layers
 from convert.methods.frequencies import pairs_by_trial
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
@@ -53,7 +54,7 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         Failure: Weights or activations are not finite.
     """
     if kept := job.work.recall("choice"):  # of an interrupted run
-        return Choice(tuple(kept["pairs"]))
+        return Choice(tuple(kept["pairs"]), tuple(kept["precise"]))
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
     method, measured = target.method, list[torch.Tensor]()
     layers = [layer for layer in target.spec.changed if job.plan.family.rotary(layer)]
@@ -66,8 +67,9 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         pairs = pairs_by_trial(measured, count, partial(_errors, job, layers, statistics, method.rotating))
     else:
         pairs = method.allocate(measured, count, allocation) if count else ()
-    job.work.remember("choice", {"pairs": pairs})
-    return Choice(pairs)
+    choice = Choice(pairs, precise_layers(job))
+    job.work.remember("choice", {"pairs": pairs, "precise": choice.precise})
+    return choice
 
 
 def _errors(job: Job, layers: list[int], statistics: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:
