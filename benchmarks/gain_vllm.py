@@ -1,0 +1,35 @@
+"""What vLLM's CPU build reaches, for gain.py: MODEL CONTEXT BATCH STEPS; the last line that it prints is [prompt, decode].
+
+Prompts differ, and are read once for their time. Their blocks then stay in the prefix cache, so that decoding is timed alone:
+what one token takes is subtracted from what 1 + STEPS tokens take.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    model, (context, batch, steps) = sys.argv[1], map(int, sys.argv[2:])
+    engine = LLM(model=model, dtype="bfloat16", max_model_len=context + steps + 1, enable_prefix_caching=True, seed=0)
+    words = engine.get_tokenizer().vocab_size
+    prompts = [{"prompt_token_ids": random.choices(range(words), k=context)} for _ in range(batch)]
+
+    def seconds(tokens: int) -> float:
+        asked, begun = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), time.perf_counter()
+        engine.generate(prompts, asked, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    reading, first = seconds(1), seconds(1)
+    print(json.dumps([batch * context / reading, batch * steps / (seconds(1 + steps) - first)]))
+
+
+if __name__ == "__main__":
+    main()
