@@ -70,7 +70,7 @@ class AttentionSpec:
             of attention); None for a layer that keeps all, and None if all layers do.
         kept: Layers that stay as the source has them. They cache keys and values of heads, and all else here is of the others.
         kept_kv_heads: G of these layers; 0 if there are none.
-        precise: Layers with a latent, in the order of what copies lose if the source's are rounded; () if not measured.
+        precise: Layers with a latent, in the order of what rounding them costs copies; () where that was not measured.
     """
 
     num_layers: int
@@ -181,7 +181,7 @@ class AttentionSpec:
         """The format of a layer's cache in a model whose cache has that format.
 
         Few layers copy, and rounding them costs nearly all that copies lose. The first layers of `precise` have a format of
-        their own; without a measurement, layers past five eighths of all, where models mostly copy.
+        their own; without a measurement, layers past five eighths of all have it, where models mostly copy.
         """
         if form.precise is None or layer not in self.unbounded:
             return form

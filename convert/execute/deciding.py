@@ -1,4 +1,4 @@
-"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies, and those that copy.
+"""Surveys the source, and chooses what all layers share before the first one changes: their frequencies.
 
 A choice is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
@@ -18,7 +18,6 @@ from convert.calibration.stream import LayerStream
 from convert.calibration.survey import survey
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
-from convert.execute.precision import precise_layers
 from convert.methods.frequencies import pairs_by_trial
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.calibration import CalibrationText
@@ -54,7 +53,7 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         Failure: Weights or activations are not finite.
     """
     if kept := job.work.recall("choice"):  # of an interrupted run
-        return Choice(tuple(kept["pairs"]), tuple(kept["precise"]))
+        return Choice(tuple(kept["pairs"]))
     count, allocation = target.spec.qk_rope_head_dim // 2, target.allocation(job.plan.rotary)
     method, measured = target.method, list[torch.Tensor]()
     layers = [layer for layer in target.spec.changed if job.plan.family.rotary(layer)]
@@ -67,9 +66,8 @@ def choose(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Choice:
         pairs = pairs_by_trial(measured, count, partial(_errors, job, layers, statistics, method.rotating))
     else:
         pairs = method.allocate(measured, count, allocation) if count else ()
-    choice = Choice(pairs, precise_layers(job))
-    job.work.remember("choice", {"pairs": pairs, "precise": choice.precise})
-    return choice
+    job.work.remember("choice", {"pairs": pairs})
+    return Choice(pairs)
 
 
 def _errors(job: Job, layers: list[int], statistics: StatisticsOf, rotating: Rotating, choices: list[list[int]]) -> list[float]:

@@ -177,7 +177,6 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         else None,
         **(calibrated.as_dict() if calibrated else {}),
         **({"rotary_frequencies": list(choice.pairs)} if spec.kv_lora_rank else {}),
-        **choice.as_dict(),
         **({"kept_layers": list(spec.kept)} if spec.kept else {}),
         "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key not in ("converted", "renamed")} for layer in layers],

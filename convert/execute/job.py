@@ -55,8 +55,8 @@ class Job:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The sizes of the result, and the layers whose caches are precise, once they are known."""
-        return replace(self.plan.target.spec, precise=self.choice.precise)
+        """The sizes of the result."""
+        return self.plan.target.spec
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
@@ -136,13 +136,13 @@ class Job:
         if isinstance(target, GroupedTarget):
             if target.spec.num_kv_heads != before.num_kv_heads:
                 after = target.method.merge(before, target.spec.num_kv_heads, seen)
-            return self.adapted(before, after, layer, seen)
+            return self.adapted(before, after, seen)
         assert before.sinks is None, "no output class has a latent and sinks"
         latent = target.method.factor(before, self.choice.allocation(target, self.plan.rotary), seen)
         if target.host.portable:
             assert seen.sample is not None, "the norm of a latent is fitted to text"
             latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
-        fitted = self.adapted(before, latent, layer, seen)
+        fitted = self.adapted(before, latent, seen)
         assert isinstance(fitted, FactoredAttention)
         if target.spec.q_lora_rank is not None:
             fitted = _behind_norm(fitted, self.input_gain(layer), layer, seen)
@@ -150,15 +150,14 @@ class Job:
         # A norm that divides it by its size lets scales cancel.
         return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
-    def adapted(self, before: Attention, after: Record, layer: int, seen: Statistics) -> Record:
-        """A layer's record that is fit for the format of its cache, and fitted to the source's.
+    def adapted(self, before: Attention, after: Record, seen: Statistics) -> Record:
+        """A record that is fit for the format of its cache, and fitted to the source's.
 
         From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the
         class does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
         """
-        text, sample = self.plan.calibration, seen.sample if self.shows_attention else None
-        if (form := self.plan.target.rounding) is not None:
-            form = self.spec.format_of(layer, form)
+        form, text, sample = self.plan.target.rounding, self.plan.calibration, seen.sample if self.shows_attention else None
+        if form is not None:
             if isinstance(after, FactoredAttention):
                 after = balanced(replace(after, rounding=form), seen)
             elif sample is not None:

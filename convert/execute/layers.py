@@ -18,6 +18,7 @@ from convert.execute.deciding import StatisticsOf, choose, surveyed
 from convert.execute.describe import provenance_of
 from convert.execute.job import Job
 from convert.execute.manifest import Manifest, Unit, without_computed
+from convert.execute.precision import precise_layers
 from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
@@ -62,8 +63,9 @@ def convert_layers(job: Job) -> dict[str, Any]:
             name_tokenizer_class(work.path, named)
         written = source.beside(work.path)
         require_loadable(written.config, without_computed(plan.family, Reader(work.path)), "the result")
-        write_config(work.path, plan.config(job.choice.pairs) | job.choice.as_dict(), plan.output.dtype)
-        return provenance_of(job, layers, written.calibrated)
+        precise = precise_layers(job, written)
+        write_config(work.path, plan.config(job.choice.pairs) | precise, plan.output.dtype)
+        return provenance_of(job, layers, written.calibrated) | precise
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",

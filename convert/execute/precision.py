@@ -1,16 +1,19 @@
-"""Measures which layers copy: rounding these few costs nearly all of copying, so that formats keep their latents precise."""
+"""Measures which latents a format keeps precise: few layers copy, and rounding their latents costs nearly all of copying."""
 
 import logging
 
 import torch
 
-from attention.encoded_forward import require_cache, rounding_cache
+from attention.encoded_forward import rounding_cache
 from attention.errors import Failure, KvfoldError
-from attention.formats import FORMATS
+from attention.formats import Format
+from attention.patch import pad_values
+from attention.spec import PRECISE
 from attention.versions import CACHE
 from convert.execute.job import Job
 from convert.planning.base import lacks_room
 from eval.inputs.loading import load
+from eval.inputs.source import Source
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
 from eval.quality.perplexity import Batch, Score, logits_of
@@ -18,41 +21,49 @@ from eval.terminal.progress import stage
 
 _log = logging.getLogger("kvfold")
 _ROWS, _RUN = 8, 32  # texts, and the tokens of each that come back
-_FORM = FORMATS["int2"]  # so coarse that layers that copy stand out: by int4, errors of others come near
 
 
-def precise_layers(job: Job) -> tuple[int, ...]:
-    """Measure what rounding keys and values of one layer of the source at a time costs copies of runs of the calibration text.
+def precise_layers(job: Job, result: Source) -> dict[str, list[int]]:
+    """Measure what rounding the latent of one layer at a time costs copies of random runs of the calibration text.
+
+    Args:
+        job: The conversion.
+        result: Its checkpoint, before it is healed.
 
     Returns:
-        As many layers as formats keep precise, those first that cost most (KL). () if there are none, without a text, or if
-        the source does not run in this memory: caches then take those of `AttentionSpec.format_of`.
+        For config.json, as many layers as the format keeps precise, those first that cost most (KL). {} if it keeps none,
+        without a text, or if the result does not run in this memory: the cache then takes those of `AttentionSpec.format_of`.
     """
-    count, costs = job.spec.count_precise(_FORM), dict[int, float]()
-    if job.text is None or not count:
-        return ()
+    form, spec = job.plan.target.rounding, job.spec
+    if form is None or job.text is None or not (count := spec.count_precise(form)):
+        return {}
+    if (known := job.work.recall(PRECISE)) is not None:
+        return dict(known)
+    costs = dict[int, float]()
     try:
-        costs = _costs(job, _copies(job.text.tokens, job.plan.source.max_positions))
+        costs = _costs(job, form, result, _copies(job.text.tokens, result.max_positions))
     except KvfoldError as error:
-        _log.warning("which layers copy was not measured, and caches of few bits keep some past the middle precise: %s", error)
-    return tuple(sorted((layer for layer in costs if costs[layer] > 0), key=lambda layer: -costs[layer])[:count])
+        _log.warning("which layers copy was not measured, and %s keeps some past the middle precise: %s", form.name, error)
+    layers = sorted((layer for layer in costs if costs[layer] > 0), key=lambda layer: -costs[layer])[:count]
+    job.work.remember(PRECISE, found := {PRECISE: layers} if layers else {})
+    return found
 
 
-def _costs(job: Job, batch: Batch) -> dict[int, float]:
-    """By layer that will have a latent, what rounding its keys and values costs copies."""
-    source, device, costs = job.plan.source, job.plan.runs_on, dict[int, float]()
-    if missing := lacks_room(source.config, device):
+def _costs(job: Job, form: Format, result: Source, batch: Batch) -> dict[int, float]:
+    """By layer, what rounding its latent costs copies."""
+    spec, device, costs = job.spec, job.plan.runs_on, dict[int, float]()
+    if missing := lacks_room(result.config, device):
         raise Failure(missing)
     with (
-        stage(job.progress, "round layers", len(job.spec.unbounded), "layer") as done,
+        stage(job.progress, "round layers", len(spec.unbounded), "layer") as done,
         memory_for("the experiment on copies", "free some"),
-        load(source, "auto", str(device)) as model,
+        load(result, "auto", str(device)) as model,
         torch.inference_mode(),
     ):
-        require_cache(model, _FORM)
+        pad_values(model)
         exact = logits_of(model, batch)
-        for layer in job.spec.unbounded:
-            score, through = Score(), {"use_cache": True, CACHE: rounding_cache(_FORM, job.plan.before, [layer])}
+        for layer in spec.unbounded:
+            score, through = Score(), {"use_cache": True, CACHE: rounding_cache(form, spec, [layer])}
             score.add(batch, logits_of(model, batch, **through), exact)
             costs[layer] = score.kl
             done(1)

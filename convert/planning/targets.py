@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.formats import rounding_of
-from attention.spec import PRECISE, AttentionSpec
+from attention.spec import AttentionSpec
 from convert.hosts import Host
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import Allocation, LatentMethod
@@ -115,15 +115,9 @@ class Choice:
 
     Attributes:
         pairs: The frequencies that stay rotary.
-        precise: As of `AttentionSpec`.
     """
 
     pairs: tuple[int, ...] = ()
-    precise: tuple[int, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """What config.json and conversion.json say of it."""
-        return {PRECISE: list(self.precise)} if self.precise else {}
 
     def allocation(self, target: LatentTarget, rotary: Rotary) -> Allocation:
         """What a method factors each layer to; `rotary` is the source's rotary embedding."""

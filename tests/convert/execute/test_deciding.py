@@ -12,7 +12,6 @@ from records import inputs, measured, record
 from written import Convert, Make, ok, read
 
 from attention.formats import FORMATS
-from attention.spec import AttentionSpec
 from convert import mla
 from convert.execute import deciding
 from convert.execute import job as module
@@ -45,12 +44,10 @@ def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitt
     monkeypatch.setattr(module, "refitted", lambda before, after, *_: seen.append(after.rounding) or after)
     monkeypatch.setattr(module, "balanced", lambda after, _: after)
     plan = SimpleNamespace(target=SimpleNamespace(rounding=FORMATS[form]), calibration=SimpleNamespace(refit=True))
-    job: Any = SimpleNamespace(plan=plan, shows_attention=True, spec=AttentionSpec(4, 4, 4, 8).latent(8, 4))
-    after = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record(), 1, measured(inputs(20)))
+    job: Any = SimpleNamespace(plan=plan, shows_attention=True)
+    after = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record(), measured(inputs(20)))
     assert seen == [FORMATS.get(fitted_to or "")]
     assert after.rounding is FORMATS[form]
-    precise = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record(), 2, measured(inputs(20)))
-    assert (precise.rounding, seen[1:]) == (FORMATS[form].precise or FORMATS[form], [None]), "as its cache rounds it"
 
 
 def test_frequencies_are_tried_on_all_layers(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
