@@ -43,7 +43,9 @@ class Rows(NamedTuple):
     def shape(self) -> torch.Size:
         """Of what is decoded."""
         codes = self.encoded.codes
-        size = self.group if self.form.classes else codes.shape[3] * codes.element_size() * 8 // self.form.bits
+        size = (
+            self.group if self.form.classes or self.form.rule else codes.shape[3] * codes.element_size() * 8 // self.form.bits
+        )
         return torch.Size((*codes.shape[:3], size))
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

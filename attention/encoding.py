@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from attention.formats import Format, Part
+from attention.served import RULES, hadamard
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -29,7 +30,8 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """`values [..., n]` in a format.
 
     fp8 is e4m3 with a scale of 1, as engines take it without calibration: values beyond 448 become 448. A group with a value
-    that is not finite, or beyond float16, decodes to values that are not finite.
+    that is not finite, or beyond float16, decodes to values that are not finite. Of what only
+    an engine stores, values are rounded as it does.
 
     Args:
         values: In any floating dtype.
@@ -40,6 +42,8 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
         parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
         of_classes = [part.scales for part in parts if part.scales is not None]
         return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(of_classes, -1))
+    if form.rule:
+        return Encoded(RULES[form.rule](values, form.bits))
     if not (form.group or form.reach):
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
@@ -97,27 +101,15 @@ def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | Non
 
 
 def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
-    """`values [..., n]` with each `size` of them multiplied by a Hadamard matrix, which is its own inverse, in fp32.
-
-    In additions, whose order does not depend on how many tokens there are. `size` is a power of two that divides n.
-    """
-    found, half = values.float() * (1 / math.sqrt(size)), 1
-    while half < size:
-        one, other = found.unflatten(-1, (-1, 2, half)).unbind(-2)
-        found, half = torch.stack((one + other, one - other), -2).flatten(-3), 2 * half
-    return found
+    """`values [..., n]` with each `size` of them multiplied by an orthogonal Hadamard matrix, its own inverse, in fp32."""
+    return hadamard(values.float() * (1 / math.sqrt(size)), size)
 
 
 def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
     """A part of a cache `[..., T, n]` as it is read.
 
-    Of keys that are grouped along time, all full groups are rounded; the tokens behind them stay as they are. Gradients pass as
-    if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
+    Gradients pass as if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
     """
-    if form.tokens and part == "keys":
-        full = states.shape[-2] // form.tokens * form.tokens
-        closed = _rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
-        return torch.cat((closed, states[..., full:, :]), -2)
     form = form.of(part)
     if form.classes:
         return torch.cat([_rounded(channels, own, channels.shape[-1]) for own, channels in _classes(states, form)], -1)
@@ -130,7 +122,7 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if form.group or form.reach:
+        if (form.group or form.reach) and not form.rule:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
             read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)

@@ -5,8 +5,7 @@ one token, of one head or of a latent. `q8_0` and `q4_0` are what llama.cpp stor
 Hadamard matrix (its pull request 21038). It has none for latents. `mixed` and `mixed2` give channels of a latent, which come in
 the order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes.
 
-No cache is stored in `kivi4` to `kivi2` (KIVI, arXiv 2402.02750): their keys of heads are grouped along time, per channel, and
-an evaluation rounds whole texts so (`attention.encoded_forward`), to compare with.
+vLLM and SGLang have formats of their own. kvfold rounds as they do (`attention.served`), counts their bytes, and stores none.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ Part = Literal["keys", "values", "latent", "rope"]  # of a cache: keys or values
 
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
 _SCALE = 2  # bytes of a scale or an offset, in float16
+_TURBOQUANT = "turboquant keys"
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
 
 
@@ -33,7 +33,6 @@ class Format:
         bits: Of one value, without scales; the fewest where channels differ.
         group: Values of one token that share a scale; 0 for a plain dtype.
         latent_group: The same for a latent, or for a RoPE key.
-        tokens: Tokens whose keys share a scale per channel, in a format of heads alone; 0 where keys are grouped as values are.
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
         hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
@@ -44,13 +43,18 @@ class Format:
         rope: The format of the RoPE key beside a latent, if another. It is small, all heads read it, and 4 bits lose much.
         heads: The format of heads, if another, in layers that have no latent.
         precise: The format of a few layers with a latent, if another: see `AttentionSpec.format_of`.
+        rule: Of `attention.served`, how an engine rounds; "" for what kvfold stores. Such a format takes heads, and latents if
+            `latent_group` is not 0.
+        side: Bytes beside the integers of `group` values, or of a whole head if that is 0, where there is a rule.
+        values: The format of values of heads, if another.
+        edges: Layers at either end whose cache stays in the model's dtype.
+        engine: Whose rule it is.
     """
 
     name: str
     bits: int
     group: int = 0
     latent_group: int = 0
-    tokens: int = 0
     steps: int = 0
     hadamard: int = 0
     reach: float = 0.0
@@ -58,6 +62,11 @@ class Format:
     rope: Format | None = None
     heads: Format | None = None
     precise: Format | None = None
+    rule: str = ""
+    side: int = 0
+    values: Format | None = None
+    edges: int = 0
+    engine: str = ""
 
     @property
     def scale_bytes(self) -> int:
@@ -68,7 +77,7 @@ class Format:
         """The format of a part of a cache in this one."""
         if part == "latent":
             return self
-        return (self.rope if part == "rope" else self.heads) or self
+        return (self.rope if part == "rope" else self.heads or (self.values if part == "values" else None)) or self
 
     def cut(self, size: int) -> list[tuple[Format, int]]:
         """The classes of a latent of that size, with their channels, multiples of 8 but for the last.
@@ -81,13 +90,13 @@ class Format:
         return [(form, end - start) for (_, form), start, end in zip(self.classes, (0, *bounds), bounds, strict=False)]
 
     def grouping(self, part: Part, size: int) -> tuple[int, int]:
-        """How `size` values of one token, of one head or of a latent, are encoded together, where not grouped along time.
+        """How `size` values of one token, of one head or of a latent, are encoded together.
 
         Returns:
             The values that share a scale, 0 for a plain dtype; and those that are multiplied by a Hadamard matrix together, 1
             for none.
         """
-        if self.classes:
+        if self.classes or self.rule:
             return size, 1
         if part in ("latent", "rope"):
             return self.latent_group, 1
@@ -97,10 +106,10 @@ class Format:
         return self.group, (size & -size if part == "keys" else self.hadamard)
 
     def row_bytes(self, size: int, part: Part = "values") -> int:
-        """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key; of full groups, if along time."""
+        """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
         form = self.of(part)
-        if self.tokens and part == "keys":
-            return size * self.bits // 8 + size * self.scale_bytes // self.tokens
+        if form.rule:
+            return size * form.bits // 8 + form.side * (size // form.group if form.group else 1)
         if form.classes:
             return sum(count * own.bits // 8 + own.scale_bytes for own, count in form.cut(size) if count)
         group, _ = form.grouping(part, size)
@@ -109,7 +118,7 @@ class Format:
     @property
     def multiple(self) -> int:
         """What the size of a head, a latent or a RoPE key has to be a multiple of, to fill bytes, or blocks of llama.cpp."""
-        return self.group if self.steps else _PACKED if self.bits < 8 else 1
+        return self.group if self.steps or (self.rule and self.group) else _PACKED if self.bits < 8 else 1
 
     def require(self, what: str, *sizes: int) -> None:
         """Refuse sizes of `what`, such as "head", that the format does not take."""
@@ -118,9 +127,11 @@ class Format:
                 f"heads cannot be cached in {self.name}: it is for latents, whose channels come in the order of their energies",
                 hint="choose int8, int4 or another format, or convert to MLA",
             )
-        if self.tokens and what != "head":
-            raise Refusal(f"a {what} cannot be cached in {self.name}: it groups keys of heads", hint=f"choose int{self.bits}")
+        if self.rule and what != "head" and not self.latent_group:
+            raise Refusal(f"{self.engine} caches no {what} in {self.name}", hint=f"choose {', '.join(FORMATS)}")
         for size in sizes:
+            if self.rule == _TURBOQUANT and size & (size - 1):
+                raise Refusal(f"{self.engine} caches no {what} of {size} values in {self.name}: it must be a power of two")
             if size % self.multiple:
                 below = size // self.multiple * self.multiple
                 near = f"{below} or {below + self.multiple}" if below else f"{self.multiple}"
@@ -162,7 +173,23 @@ FORMATS = {
     )
 }
 
-KIVI = {form.name: form for form in (Format(f"kivi{bits}", bits, 32, tokens=32) for bits in (4, 3, 2))}
+
+def _turboquant(bits: int) -> Format:
+    values = Format(f"values of {bits} bits", bits, rule="turboquant values", side=4)
+    name = f"turboquant_{bits}bit_nc"
+    return Format(name, bits, rule=_TURBOQUANT, side=2, values=values, edges=2, engine="vLLM 0.33")
+
+
+SERVED = {
+    form.name: form
+    for form in (
+        Format("int4_per_token_head", 4, rule="per token and head", side=4, engine="vLLM 0.33"),
+        Format("nvfp4", 4, 16, rule="nvfp4", side=1, engine="vLLM 0.33"),
+        _turboquant(4),
+        _turboquant(3),
+        Format("fp4_mx_block16", 4, 16, 16, rule="mx block 16", side=1, engine="SGLang 0.5.23"),
+    )
+}
 
 
 def parts_of(latent: bool) -> tuple[Part, Part]:
@@ -174,31 +201,31 @@ def rounding_of(name: str | None) -> Format | None:
     """The format through which a cache of that name is read rounded; None for none, and for a dtype that checkpoints have.
 
     Raises:
-        Refusal: No cache is stored in a format of that name.
+        Refusal: There is no such format.
     """
-    return None if name is None or name in PLAIN else stored_format(name)
+    return None if name is None or name in PLAIN else format_named(name)
 
 
 def stored_format(name: str) -> Format:
-    """The format with that name, in which a cache is stored.
+    """The format with that name, in which kvfold stores a cache.
 
     Raises:
-        Refusal: There is none, or it only rounds.
+        Refusal: There is none, or only an engine does.
     """
-    if name in KIVI:
+    if name in SERVED:
         raise Refusal(
-            f"no KV cache is stored in {name}: it rounds texts in an evaluation alone",
-            hint=f"compare with it by `convert eval --cache-dtype {name}`, and store the cache in int{KIVI[name].bits}",
+            f"kvfold stores no KV cache in {name}, which is {SERVED[name].engine}'s",
+            hint=f"give that engine --kv-cache-dtype {name}; `convert eval --cache-dtype {name}` measures what it loses",
         )
     return format_named(name)
 
 
 def format_named(name: str) -> Format:
-    """The format with that name, of a cache that is stored or rounded.
+    """The format with that name, of a cache that kvfold or an engine stores.
 
     Raises:
         Refusal: There is none.
     """
-    if (found := FORMATS.get(name) or KIVI.get(name)) is None:
+    if (found := FORMATS.get(name) or SERVED.get(name)) is None:
         raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS)})")
     return found

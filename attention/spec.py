@@ -183,6 +183,8 @@ class AttentionSpec:
         Few layers copy, and rounding them costs nearly all that copies lose. The first layers of `precise` have a format of
         their own; without a measurement, layers past five eighths of all have it, where models mostly copy.
         """
+        if not form.edges <= layer < self.num_layers - form.edges:
+            return FORMATS["bfloat16"]
         if form.precise is None or layer not in self.unbounded:
             return form
         found = self.precise or self.unbounded[len(self.unbounded) * 5 // 8 :]
@@ -308,23 +310,20 @@ class AttentionSpec:
 
     def _bytes(self, form: str, held: Sequence[int]) -> int:
         """Bytes of so many tokens in each layer: the formula."""
-        stored = format_named(form)
-        of_kept = sum(held[layer] for layer in self.kept)
-        heads, latents = self.kept_kv_heads * of_kept, 0
-        if self.kv_lora_rank is None:
-            stored.require("head", self.head_dim)
-            heads += self.num_kv_heads * (sum(held) - of_kept)
-        else:
+        stored, total = format_named(form), 0
+        if self.kv_lora_rank is not None:
             stored.require("latent", self.kv_lora_rank)
             stored.require("RoPE key", self.qk_rope_head_dim)
-            for layer in self.changed:
-                own = self.format_of(layer, stored)
-                row = own.row_bytes(self.kv_lora_rank, "latent") + own.row_bytes(self.qk_rope_head_dim, "rope")
-                latents += row * held[layer]
-            if not self.kept:
-                return latents
-        stored.of("keys").require("head", self.head_dim)
-        return latents + heads * (stored.row_bytes(self.head_dim, "keys") + stored.row_bytes(self.head_dim, "values"))
+        if self.kv_lora_rank is None or self.kept:
+            (stored.of("keys") if self.kept else stored).require("head", self.head_dim)
+        for layer, tokens in enumerate(held):
+            own, heads = self.format_of(layer, stored), self.kept_kv_heads if layer in self.kept else self.num_kv_heads
+            if self.is_latent(layer):
+                row = own.row_bytes(self.kv_lora_rank or 0, "latent") + own.row_bytes(self.qk_rope_head_dim, "rope")
+            else:
+                row = heads * (own.row_bytes(self.head_dim, "keys") + own.row_bytes(self.head_dim, "values"))
+            total += row * tokens
+        return total
 
     def takes(self, form: str) -> bool:
         """Whether a cache of these sizes can be stored in that format."""

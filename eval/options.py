@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from attention.formats import FORMATS, KIVI
+from attention.formats import FORMATS, SERVED
 from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.settings import PROTOCOLS
@@ -50,9 +50,9 @@ class Measuring(TypedDict, total=False):
         str | Sequence[str],
         Option(
             "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (of "
-            "latents), or a dtype; kivi4, kivi3, kivi2 (of heads) round as KIVI does.",
+            "latents), a dtype, or one that only engines store.",
             default=(),
-            choices=(*FORMATS, *KIVI),
+            choices=(*FORMATS, *SERVED),
             metavar="NAME,…",
             python="One name, or several.",
         ),

@@ -15,7 +15,6 @@ import click
 import convert
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.arguments import options
-from convert.command import removed
 from convert.command.parameters import CONVERTED, DEMO, DIR, MODEL, MODELS, OUTPUT, parameters
 from convert.launch import is_first, require_alone
 from eval import options as measured
@@ -87,10 +86,6 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.NoSuchOption as error:
-            if instead := removed.OPTIONS.get(error.option_name):
-                raise click.UsageError(f"{error.option_name} was removed: {instead}", error.ctx) from None
-            raise
         except KvfoldError as error:
             if ctx.meta.get("kvfold.verbose"):
                 traceback.print_exc()
@@ -106,11 +101,6 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("error: interrupted", err=True)
             ctx.exit(Interrupted.exit_code)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and (instead := removed.COMMANDS.get(args[0])):
-            ctx.fail(f"{args[0]} was removed: {instead}")
-        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of this file, with the main ones first

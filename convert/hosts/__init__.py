@@ -5,7 +5,7 @@ from convert.hosts.base import Host
 
 HOSTS: dict[str, tuple[Host, ...]] = {
     "gqa": (source_class.HOST, sharing.PHI, kvfold.HOST),
-    "mqa": (source_class.MQA_HOST, sharing.PHI, sharing.BIGCODE, sharing.FALCON, kvfold.HOST),
+    "mqa": (source_class.MQA_HOST, sharing.PHI, sharing.BIGCODE, kvfold.HOST),
     "mla": (latent.DEEPSEEK, latent.INSIDE, kvfold.LATENT_HOST),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attention.errors import Refusal
-from attention.formats import FORMATS
+from attention.formats import FORMATS, SERVED
 from attention.spec import AttentionSpec
 from convert.families import Family
 from convert.hosts import Host
@@ -109,7 +109,10 @@ ENGINES = {
             "vllm",
             "vllm serve {path}",
             latents=((256, 64), (448, 64), (512, 64)),
-            caches=(CacheOption("fp8", "--kv-cache-dtype fp8", tried=False),),
+            caches=tuple(
+                CacheOption(name, f"--kv-cache-dtype {name}", tried=False)
+                for name in ("fp8", *(name for name, form in SERVED.items() if form.engine.startswith("vLLM")))
+            ),
         ),
         Engine(
             "llama.cpp",

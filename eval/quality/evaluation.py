@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from attention.errors import Refusal
-from attention.formats import KIVI
+from attention.formats import SERVED
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import compute_dtype, load, require_causal, tokens_of
 from eval.inputs.source import Source, require_contexts
@@ -20,11 +20,6 @@ from eval.quality.perplexity import Protocol, batches
 from eval.quality.probes import figures, probes_for
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
-
-_OF_KIVI = (
-    "has all full groups of keys rounded, and its bytes are by formula: a real KIVI cache keeps the keys of the newest tokens "
-    "as they are, and loses less"
-)
 
 
 def report_of(
@@ -57,7 +52,7 @@ def report_of(
     said = remarks(sources, text, settings.max_tokens, tokens)
     within = cache(partial(tokens_of, sources[0], text))
     rows = _rows(sources, settings.cache_dtypes)
-    said += [[_OF_KIVI] if row.form in KIVI else [] for row in rows[len(sources) :]]
+    said += [_served(row.form) for row in rows[len(sources) :]]
     for row in rows:  # what files can make fail comes before the long part
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
         row.entry = identity(row.source) | {"calibration_overlap": share}
@@ -101,6 +96,13 @@ def _rows(sources: Sequence[Source], forms: Sequence[str]) -> list[Row]:
     return rows
 
 
+def _served(form: str | None) -> list[str]:
+    """What to say of a cache that only an engine stores."""
+    if form not in SERVED:
+        return []
+    return [f"is rounded as {SERVED[form].engine} does with --kv-cache-dtype {form}; its bytes are by formula"]
+
+
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
     """Check configs, tokenizer and text before models are loaded. Returns a protocol per context, and the text's tokens."""
     protocols = check(sources, settings)
@@ -123,8 +125,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
         )
     for form in settings.cache_dtypes:
         if not any(is_cached_in(source, form) for source in sources):
-            if form in KIVI:
-                raise Refusal(f"none of the models has keys of heads, which {form} groups", hint=f"choose int{KIVI[form].bits}")
+            if form in SERVED:
+                raise Refusal(f"none of the models caches heads, for which {form} is", hint="choose int4 or another format")
             raise Refusal(
                 f"none of the models was made for a cache in {form}, which takes channels in the order of their energies",
                 hint=f"evaluate a result of `convert mla --cache-dtype {form}`, or choose int8, int4 or another format",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attention.encoded_forward import read_rounded, store_encoded
+from attention.encoded_forward import store_encoded
 from attention.errors import Failure
-from attention.formats import KIVI
+from attention.formats import SERVED
 from attention.patch import pad_values
 from attention.spec import AttentionSpec, dtype_bytes
 from attention.versions import CACHE, logits_kept
@@ -86,7 +86,7 @@ def measure(
                 scored = [(model, row.scores) for row, model in models]
                 score_group(batches, source, None if again else first.scores, scored, done)
             for row, model in models if again else [(first, source), *models]:
-                if probes is not None and row.form not in KIVI:  # which rounds whole texts alone
+                if probes is not None:
                     row.found = probed(probes, model, row.source.name, progress)
 
     with _opened(first, first, context, settings, opening) as source:
@@ -101,7 +101,7 @@ def _opened(row: Row, first: Row, context: int, settings: EvaluationSettings, op
     with (opening if form is None else load)(source, settings.dtype, settings.device) as model:  # a format changes the model
         pad_values(model)  # several times faster on a CPU, and changes no result
         if form is not None:
-            (read_rounded if form in KIVI else store_encoded)(model, form)
+            store_encoded(model, form)
         spec = AttentionSpec.from_config(source.config)
         whole = spec.bytes_per_token(source.dtype, context) if row is first else first.entry["kv_bytes_per_token"]
         row.entry |= cache_figures(model, spec, source.dtype, whole, form, context)
@@ -184,19 +184,19 @@ def cache_figures(
         spec: Its attention.
         dtype: The checkpoint's own dtype, in which a cache without a format is counted.
         source_bytes: The source's KV bytes per token, at this context.
-        form: The format that the model stores its cache in, or only rounds to; None for none.
+        form: The format of the model's cache; None for none.
         context: Tokens of the cache that is reported; with windows, bytes per token depend on it.
 
     Returns:
         `{"cache_dtype", "cache_format", "kv_bytes_per_token", "kv_bytes_measured", "cache_ratio"}`, and "kv_context" where
-        windows are shorter than it. "kv_bytes_measured" is None for a format that only rounds.
+        windows are shorter than it. "kv_bytes_measured" is None for a format that only engines store.
 
     Raises:
         Failure: Prediction and measurement differ, so neither can be reported.
     """
     cut = spec.is_cut(context)
     predicted = spec.bytes_per_token(form or dtype, context if cut or form else None)
-    if form in KIVI:
+    if form in SERVED:
         measured = None
     elif form is None:
         measured = measured_bytes_per_token(model, dtype, context if cut else min(context, _PROMPT))

@@ -6,7 +6,7 @@ from typing import Any
 
 from attention.calibrated import POSITIONS
 from attention.errors import Failure, KvfoldError
-from attention.formats import FORMATS, KIVI, format_named
+from attention.formats import FORMATS, SERVED, format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.sealed import checksum, read_object
@@ -127,14 +127,15 @@ def stated_cache(made: Mapping[str, Any]) -> str | None:
     """The format of the cache that conversion.json says a checkpoint was made for; None if it names none that there is."""
     found = made.get("kv_bytes_per_token")
     named = found.get("cache_dtype") if isinstance(found, dict) else None
-    return named if isinstance(named, str) and named in FORMATS else None
+    return named if isinstance(named, str) and named in FORMATS | SERVED else None
 
 
 def is_cached_in(source: Source, form: str) -> bool:
-    """Whether a cache format makes sense for a model: one of classes is for latents made for it, KIVI's are for heads."""
-    if form in KIVI:
+    """Whether a cache format makes sense for a model: one of classes is for latents made for it, some of engines for heads."""
+    named = format_named(form)
+    if named.rule and not named.latent_group:
         return AttentionSpec.from_config(source.config).kv_lora_rank is None
-    return not format_named(form).classes or stated_cache(_made(source)) == form
+    return not named.classes or stated_cache(_made(source)) == form
 
 
 def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], calibrated_on: Tokens | None) -> float | None:

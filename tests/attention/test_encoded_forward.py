@@ -15,10 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attention import absorb, pack, restore
 from attention.cache import EncodedLayer
-from attention.encoded_forward import read_rounded, rounding_cache, store_encoded
-from attention.encoding import rounded
+from attention.encoded_forward import rounding_cache, store_encoded
 from attention.errors import Refusal
-from attention.formats import FORMATS, KIVI, format_named
+from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
 
 LOSSY = ["fp8", "int8", "q8_0", "q4_0", "int4", "int3", "int2"]
@@ -259,9 +258,8 @@ def test_it_is_undone_and_copied() -> None:
 
 
 def test_what_cannot_be_stored_is_refused() -> None:
-    for form, message in (("int5", "no KV cache is kept in 'int5'"), ("kivi4", "no KV cache is stored in kivi4")):
-        with pytest.raises(Refusal, match=message):
-            store_encoded(grouped_model(), form)
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int5'"):
+        store_encoded(grouped_model(), "int5")
     with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int4"):
         store_encoded(mla_model(kv_lora_rank=12, neutral=()), "int4")
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
@@ -336,28 +334,6 @@ def test_a_text_is_read_as_from_an_encoded_cache(kind: str, form: str) -> None:
         expected = store_encoded(model, form)(ids).logits
     assert torch.equal(found, expected)
     assert not torch.allclose(found, plain, atol=1e-4)
-
-
-def test_kivi_rounds_keys_along_time_in_full_groups() -> None:
-    """Known answer: each channel of 32 consecutive tokens shares a scale, and values those of one token, as in int4."""
-    form, states = FORMATS["int4"], torch.randn(2, 75, 64, generator=torch.Generator().manual_seed(0))
-    expected = torch.cat([rounded(group.mT, form, "values").mT for group in states[:, :64].split(32, 1)] + [states[:, 64:]], 1)
-    assert torch.equal(rounded(states, KIVI["kivi4"], "keys"), expected)
-    assert torch.equal(rounded(states, KIVI["kivi4"], "values"), rounded(states, form, "values"))
-
-
-def test_a_model_reads_whole_texts_rounded() -> None:
-    model, ids = grouped_model(), tokens(2, 40)
-    with torch.no_grad():
-        expected = through(model, ids, "kivi2")
-        assert not torch.allclose(model(ids).logits, expected, atol=1e-3)
-        read_rounded(model, "kivi2")
-        output = model(input_ids=ids, use_cache=False)
-    assert torch.equal(output.logits, expected)
-    assert output.past_key_values is None
-    for given in ({"attention_mask": torch.tensor([[0] + [1] * 39, [1] * 40])}, {"past_key_values": DynamicCache()}):
-        with pytest.raises(Refusal, match="kivi2 rounds whole texts: it takes no cache and no padding"):
-            model(ids, **given)
 
 
 @pytest.mark.parametrize("make", [grouped_model, latent_model])

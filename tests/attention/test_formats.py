@@ -3,7 +3,7 @@
 import pytest
 
 from attention.errors import Refusal
-from attention.formats import FORMATS, format_named, stored_format
+from attention.formats import FORMATS, format_named
 from attention.spec import AttentionSpec
 
 HEADS = AttentionSpec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
@@ -28,20 +28,6 @@ def test_shares_of_a_long_cache_in_bfloat16_with_scales(form: str, of_heads: flo
     whole = HEADS.bytes_per_token("bfloat16")
     assert HEADS.bytes_per_token(form) / whole == of_heads
     assert LATENT.bytes_per_token(form) / whole == pytest.approx(of_latent)
-
-
-@pytest.mark.parametrize(("size", "of_keys", "of_values"), [(64, 24, 24), (24, 9, 10)])
-def test_kivi_counts_full_groups_of_keys(size: int, of_keys: int, of_values: int) -> None:
-    """Of two bits, and four bytes for each scale and offset: a channel of keys shares them for 32 tokens, values in a token."""
-    assert AttentionSpec(2, 4, 2, size).bytes_per_token("kivi2") == 2 * 2 * (of_keys + of_values)
-
-
-def test_kivi_only_rounds_heads() -> None:
-    with pytest.raises(Refusal, match="no KV cache is stored in kivi3: it rounds texts in an evaluation alone") as caught:
-        stored_format("kivi3")
-    assert caught.value.hint == "compare with it by `convert eval --cache-dtype kivi3`, and store the cache in int3"
-    with pytest.raises(Refusal, match="a latent cannot be cached in kivi4: it groups keys of heads"):
-        LATENT.bytes_per_token("kivi4")
 
 
 def test_sizes_that_do_not_fill_bytes_are_refused() -> None:

@@ -100,7 +100,6 @@ def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Conv
         ("gptj", ("gqa", "--groups", 2), "float32"),
         ("gpt2", ("mqa",), "float32"),
         ("qwen3", ("gqa", "--groups", 2, "--method", "mean"), "float32"),
-        ("gpt_neox", ("mqa",), "float32"),
         ("qwen2", LATENT, "float32"),
         ("qwen2", LATENT, "float16"),
     ],
@@ -109,16 +108,13 @@ def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Conv
 def test_other_output_classes_run_too(
     model_type: str, target: tuple[Any, ...], dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
-    """Stock Phi, GPTBigCode and Falcon, and a latent of queries that carries biases; random weights."""
+    """Stock Phi and GPTBigCode, and a latent of queries that carries biases; random weights."""
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "rotary_dim": 16}
-    if model_type == "gpt_neox":  # what Falcon's class holds, and vLLM's
-        sizes |= {"intermediate_size": 1024, "use_parallel_residual": False}
     source = checkpoint(model_type, **sizes, max_position_embeddings=256)
     if model_type == "qwen2":  # transformers 5.19 makes any tokenizer of a qwen2 one of this class
         Qwen2Tokenizer({"<|endoftext|>": 0} | {chr(32 + i): i for i in range(1, 96)}, []).save_pretrained(source)
     command, *options = target
-    engine = () if model_type == "gpt_neox" else ("--engine", "vllm")
-    ok(convert(command, source, tmp_path / "out", *options, *engine))
+    ok(convert(command, source, tmp_path / "out", *options, "--engine", "vllm"))
     same_tokens(tmp_path / "out", dtype, IDS)
 
 

@@ -15,7 +15,6 @@ from written import Convert, Find, Make, ok, read, refused
 
 from attention.errors import Refusal
 from convert.arguments.sizes import parse_budget
-from convert.command import removed
 from convert.command.cli import main
 
 TEXT = "Once there was a cat. It sat on the mat, and the mat was flat.\n" * 60
@@ -115,13 +114,6 @@ def test_eval_and_bench_print_their_reports(finished: Find, convert: Convert, te
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", removed.OPTIONS)
-def test_a_removed_option_is_named_with_what_to_do_instead(option: str, convert: Convert) -> None:
-    result = convert("eval", "model", option)
-    assert result.exit_code == 2
-    assert f"{option} was removed: {removed.OPTIONS[option]}" in " ".join(result.stderr.split())
-
-
 @pytest.mark.parametrize(
     ("budget", "parsed"),
     [("12.5%", 0.125), ("100%", 1.0), (" 50 % ", 0.5), ("384", 384), ("0.3KB", 300), ("384B", 384), ("1KiB", 1024)],
@@ -161,7 +153,6 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     (["bench"], 2, "Missing argument 'MODEL...'"),
     (["bench", "M", "--batch", "1,0"], 2, "0 is not in the range x>=1"),
     (["bench", "M", "--dtype", "int8"], 2, "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
-    (["cache", "clear"], 2, "cache was removed: nothing is kept between runs"),
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from convert.families import FAMILIES, Family
 from convert.hosts import Host
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.latent import DEEPSEEK
-from convert.hosts.sharing import BIGCODE, FALCON, PHI
+from convert.hosts.sharing import BIGCODE, PHI
 from eval.inputs.source import Source
 from eval.quality.lockstep import measured_bytes_per_token
 
@@ -74,12 +74,6 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
 
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
-OF_FALCON: dict[str, dict[str, Any]] = {  # by its blocks, one KV head of GPT-NeoX
-    "all dims": held.DEFAULT | {"partial_rotary_factor": 1.0},
-    "a quarter": held.DEFAULT | {"partial_rotary_factor": 0.25},
-    "half, linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    "all, dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-}
 
 
 def heads_of(row: Row) -> int:
@@ -114,9 +108,6 @@ HEADS: dict[str, Row] = {
     # GPT-Neo's attention is in fp32.
     **{f"{case}, one head": Row(name, "gpt_bigcode", changes, 1, ("--method", "mean"), 1e-6 if name == "gpt_neo" else 1e-11)
        for case, (name, changes) in held.ONE.items()},
-    **{f"gpt_neox, one head, {case}": Row("gpt_neox", "falcon",
-       {"use_parallel_residual": False, "rope_parameters": rope, "hidden_size": 128}, 1, (), 1e-5)
-       for case, rope in OF_FALCON.items()},
 }  # fmt: skip
 # One of each layout in its own class; those of other classes that differ in what these have to compute.
 OWN = ("llama", "phi3", "qwen3_moe", "cohere")
@@ -124,7 +115,6 @@ OTHERS = [
     *("bloom", "codegen", "falcon", "gpt2", "gpt_neo"),
     *(f"{name}, behind its norm" for name in ("cohere", "mpt", "olmo2")),
     *(f"{name}, one head" for name in ("opt", "gpt_neo", "gpt2, logits divided by the layer")),
-    *(f"gpt_neox, one head, {rope}" for rope in ("a quarter", "half, linear")),
     *(f"{name}, a layer kept" for name in ("llama", "gpt_neox", "gpt2", "gemma3_text", "mpt")),
     "gemma2, a layer kept and a cap",
     "smollm3, a layer kept, another without RoPE",
@@ -132,7 +122,7 @@ OTHERS = [
 ]
 # Of each class, with ALiBi, a clamp and a norm, RoPE of neighbours and of a share of dims, learned positions.
 RUNNING = (
-    "bloom", "codegen", "falcon", "cohere, behind its norm", "opt, one head", "gpt_neox, one head, a quarter",
+    "bloom", "codegen", "falcon", "cohere, behind its norm", "opt, one head",
     *(f"{name}, a layer kept" for name in ("llama", "gpt_neox", "gemma3_text")),
 )  # fmt: skip
 ELSEWHERE = [name for name, row in HEADS.items() if row.holds != row.model_type]
@@ -173,7 +163,7 @@ def test_fewer_heads_run_alike_in_every_way(name: str, made: Made, convert: Conv
         assert measured_bytes_per_token(model, "float32") == planned
     ids = tokens(2, 20)
     assert model(ids).past_key_values.layers[-1].keys.shape[1] == row.groups
-    decodes_alike(model, ids, static=row.holds != "falcon")
+    decodes_alike(model, ids)
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(said(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), ids), said(model, ids))
 
@@ -298,7 +288,7 @@ def test_half_precision_is_that_of_the_source(name: str, made: Made) -> None:
         assert error(said(model, ids)) < 3 * error(half) + 0.02
 
 
-ONE_KIND = (PHI, BIGCODE, FALCON)
+ONE_KIND = (PHI, BIGCODE)
 
 
 def test_what_stock_classes_cannot_hold_is_held() -> None:
@@ -337,12 +327,12 @@ for path in paths:
 """
 CLASSES = {
     MODEL_TYPE: "KvfoldForCausalLM", "phi": "PhiForCausalLM", "gpt_bigcode": "GPTBigCodeForCausalLM",
-    "falcon": "FalconForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 # Of each class that holds results, with what it needs its code for: ALiBi, caps, norms, RoPE in neighbouring or complex pairs.
 WITHOUT = {
     "a few": (
-        ("codegen", "gpt_neox", "gpt2, one head", "gpt_neox, one head, a quarter"),
+        ("codegen", "gpt_neox", "gpt2, one head"),
         ("gemma2", "qwen3", "llama as deepseek_v3"),
     ),
     "since 5.23": (("bloom",), ("bloom", "qwen2 as deepseek_v3")),

@@ -74,7 +74,6 @@ def test_what_vllms_plugin_refuses_is_not_made_for_it(changes: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("host", "model_type", "changes", "key", "known", "architecture"),
     [
-        ("falcon", "gpt_neox", {"use_parallel_residual": False}, "hidden_act", "gelu", "FalconForCausalLM"),
         ("gpt_bigcode", "gpt2", {}, "activation_function", "gelu_new", "GPTBigCodeForCausalLM"),
         ("phi", "gptj", {}, "activation_function", "gelu_new", "PhiForCausalLM"),
     ],
@@ -123,7 +122,9 @@ def test_which_engines_store_a_cache(host: str, spec: AttentionSpec, form: str, 
 def test_latents_of_kvfolds_class_are_stored_in_few_bits_by_transformers_alone() -> None:
     spec = BEFORE.latent(512, 64)
     assert [name for name, engine in ENGINES.items() if engine.stores(LATENT_HOST, spec)] == ["transformers"]
-    assert [cache.option for cache in ENGINES["vllm"].stores(HOST, BEFORE.grouped(8))] == ["--kv-cache-dtype fp8"]
+    options = [cache.option for cache in ENGINES["vllm"].stores(HOST, BEFORE.grouped(8))]
+    of_vllm = ("fp8", "int4_per_token_head", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+    assert options == [f"--kv-cache-dtype {name}" for name in of_vllm]
 
 
 def test_unknown_engines_are_refused() -> None:

@@ -106,17 +106,17 @@ def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) 
     assert source["acceptance"] == 1
 
 
-def test_kivi_rounds_heads_and_says_that_its_bytes_are_by_formula(pair: list[Source], checkpoint: Make) -> None:
+def test_an_engines_format_rounds_heads_and_says_that_its_bytes_are_by_formula(pair: list[Source], checkpoint: Make) -> None:
     latent = Source.parse(str(checkpoint(name="latent", model_type="deepseek_v3", **SIZE)))
-    settings = replace(SHORT, contexts=(64,), cache_dtypes=("kivi2",))
-    *plain, kivi = report_of([pair[0], latent], TEXT, settings)["models"]
-    assert [entry["name"] for entry in (*plain, kivi)] == ["source", "latent", "source (kivi2 cache)"]
-    assert (kivi["cache_format"], kivi["kv_bytes_measured"]) == ("kivi2", None)
-    assert kivi["kv_bytes_per_token"] == 3 * 4 * (8 * (2 + 1) // 8 + 2 + 4)  # keys, values
-    assert kivi["kl_to_source"] > 0
-    (remark,) = kivi["remarks"]
-    assert "its bytes are by formula: a real KIVI cache keeps the keys of the newest tokens as they are" in remark
-    with pytest.raises(Refusal, match="none of the models has keys of heads, which kivi2 groups"):
+    settings = replace(SHORT, contexts=(64,), cache_dtypes=("int4_per_token_head",))
+    *plain, served = report_of([pair[0], latent], TEXT, settings)["models"]
+    assert [entry["name"] for entry in (*plain, served)] == ["source", "latent", "source (int4_per_token_head cache)"]
+    assert (served["cache_format"], served["kv_bytes_measured"]) == ("int4_per_token_head", None)
+    assert served["kv_bytes_per_token"] == 3 * 4 * 2 * (8 // 2 + 4)
+    assert served["kl_to_source"] > 0
+    (remark,) = served["remarks"]
+    assert remark.startswith("is rounded as vLLM 0.33 does with --kv-cache-dtype int4_per_token_head; ")
+    with pytest.raises(Refusal, match="none of the models caches heads, for which int4_per_token_head is"):
         report_of([latent], TEXT, settings)
 
 
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no KV cache is kept in 'float8_e4m3fn'": ({"dtype": "float8_e4m3fn"}, {}),
     "no KV cache is kept in 'int5'": ({}, {"cache_dtypes": ("int5",)}),
     "small: a head of 4 values cannot be cached in int4": ({"head_dim": 4}, {"cache_dtypes": ("int4",)}),
-    "small: a head of 4 values cannot be cached in kivi4": ({"head_dim": 4}, {"cache_dtypes": ("kivi4",)}),
+    "source: a head of 8 values cannot be cached in nvfp4": ({}, {"cache_dtypes": ("nvfp4",)}),
     "none of the models was made for a cache in mixed": ({}, {"cache_dtypes": ("mixed",)}),
     "no device 'gpu' (choose auto, cpu, cuda or cuda:N)": ({}, {"device": "gpu"}),
     "device 'mps' is not supported (choose auto, cpu, cuda or cuda:N)": ({}, {"device": "mps"}),
