@@ -87,23 +87,28 @@ def _turboquant_values(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _nvfp4(values: torch.Tensor, bits: int) -> torch.Tensor:
     """`nvfp4` with a global scale of 1: blocks of 16 in FP4, ties to even, with a scale in e4m3."""
-    parts = values.float().unflatten(-1, (-1, 16))
+    parts = _blocks(values)
     scale = (parts.abs().amax(-1, keepdim=True) * (1 / _E2M1[-1])).clamp_max(_LARGEST).to(torch.float8_e4m3fn).float()
     scaled = parts * (1 / (scale + (scale == 0) * 1e8))
     even, bounds = torch.tensor([False, True] * 4)[:7], scaled.new_tensor(_BOUNDS)
     magnitudes = scaled.abs().clamp_max(_E2M1[-1])
     index = (magnitudes[..., None] > bounds).sum(-1) + ((magnitudes[..., None] == bounds) & even.to(values.device)).sum(-1)
-    return (scaled.new_tensor(_E2M1)[index] * scaled.sign() * scale).flatten(-2)
+    return (scaled.new_tensor(_E2M1)[index] * scaled.sign() * scale).flatten(-2)[..., : values.shape[-1]]
 
 
 def _mx_block16(values: torch.Tensor, bits: int) -> torch.Tensor:
     """`fp4_mx_block16`: blocks of 16 in FP4, ties away from zero, with a power of two."""
-    parts = values.float().unflatten(-1, (-1, 16))
+    parts = _blocks(values)
     exponent = torch.ceil(torch.log2((parts.abs().amax(-1, keepdim=True) / _E2M1[-1]).clamp_min(1e-10)))
     scaled = parts / torch.exp2(exponent)
     index = (scaled.abs()[..., None] >= scaled.new_tensor(_BOUNDS)).sum(-1)
     read = scaled.new_tensor(_E2M1)[index]
-    return (torch.where(scaled < 0, -read, read) * torch.exp2(exponent)).flatten(-2)
+    return (torch.where(scaled < 0, -read, read) * torch.exp2(exponent)).flatten(-2)[..., : values.shape[-1]]
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    """Blocks of 16; fits leave out the constant channel of a latent, so that the last one may lack values."""
+    return torch.nn.functional.pad(values.float(), (0, -values.shape[-1] % 16)).unflatten(-1, (-1, 16))
 
 
 _BOUNDS = tuple((a + b) / 2 for a, b in pairwise(_E2M1))
