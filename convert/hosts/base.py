@@ -104,16 +104,13 @@ class StockClass(Host):
 
     Attributes:
         blocks: Whose decoder blocks it has, for refusals.
-        architecture: Its name in config.json, by which engines choose their code, for activations that their classes compute.
-            Some compute one, whatever the config says. Others get another name: by that, vLLM runs transformers' modules or
-            refuses, and software that does not know it refuses.
-        computes: Those activations of the MLP.
+        architecture: Its name in config.json, by which engines choose their code. Their classes compute a GELU, whatever the
+            config says. Others get another name: by that, vLLM runs transformers' modules or refuses, and others refuse.
         carried: The fields of a source's config that its own keeps.
     """
 
     blocks: str
     architecture: str
-    computes: tuple[str, ...] = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # all that are a GELU, exact or not
     carried: tuple[str, ...]
 
     @abstractmethod
@@ -134,7 +131,7 @@ class StockClass(Host):
         config = family.config
         activation = getattr(config, "activation_function", None) or config.hidden_act
         return {
-            "architectures": [self.architecture if activation in self.computes else TRANSFORMERS],
+            "architectures": [self.architecture if activation in _GELUS else TRANSFORMERS],
             "model_type": self.name,
             **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},  # the dtype as it is written
             **{key: getattr(config, key) for key in self.carried if hasattr(config, key)},
@@ -142,4 +139,5 @@ class StockClass(Host):
         }
 
 
+_GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # exact or not
 TRANSFORMERS = "TransformersForCausalLM"  # the architecture of what no engine's own class computes
