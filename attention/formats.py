@@ -20,7 +20,6 @@ Part = Literal["keys", "values", "latent", "rope"]  # of a cache: keys or values
 
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
 _SCALE = 2  # bytes of a scale or an offset, in float16
-_TURBOQUANT = "turboquant keys"
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
 
 
@@ -47,7 +46,7 @@ class Format:
             `latent_group` is not 0.
         side: Bytes beside the integers of `group` values, or of a whole head if that is 0, where there is a rule.
         values: The format of values of heads, if another.
-        edges: Layers at either end whose cache stays in the model's dtype.
+        edges: Layers at either end, at most half of all, whose cache stays in bfloat16.
         engine: Whose rule it is.
     """
 
@@ -128,9 +127,9 @@ class Format:
                 hint="choose int8, int4 or another format, or convert to MLA",
             )
         if self.rule and what != "head" and not self.latent_group:
-            raise Refusal(f"{self.engine} caches no {what} in {self.name}", hint=f"choose {', '.join(FORMATS)}")
+            raise Refusal(f"{self.engine} caches no {what} in {self.name}", hint="choose int4 or fp4_mx_block16, for example")
         for size in sizes:
-            if self.rule == _TURBOQUANT and size & (size - 1):
+            if self.values and size & (size - 1):
                 raise Refusal(f"{self.engine} caches no {what} of {size} values in {self.name}: it must be a power of two")
             if size % self.multiple:
                 below = size // self.multiple * self.multiple
@@ -177,7 +176,7 @@ FORMATS = {
 def _turboquant(bits: int) -> Format:
     values = Format(f"values of {bits} bits", bits, rule="turboquant values", side=4)
     name = f"turboquant_{bits}bit_nc"
-    return Format(name, bits, rule=_TURBOQUANT, side=2, values=values, edges=2, engine="vLLM 0.33")
+    return Format(name, bits, rule="turboquant keys", side=2, values=values, edges=2, engine="vLLM 0.33")
 
 
 SERVED = {
@@ -227,5 +226,5 @@ def format_named(name: str) -> Format:
         Refusal: There is none.
     """
     if (found := FORMATS.get(name) or SERVED.get(name)) is None:
-        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS)})")
+        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS | SERVED)})")
     return found

@@ -13,8 +13,6 @@ import torch
 
 _SIGNS = 0x9E3779B9  # vLLM's seed
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of FP4
-_MANTISSA = -16  # an int32 mask: vLLM hides a zero point in the last four bits of a scale
-_LARGEST = 448.0  # of an e4m3 scale
 
 
 def hadamard(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -39,7 +37,7 @@ def _per_token_head(values: torch.Tensor, bits: int) -> torch.Tensor:
     scale = ((highest - lowest) / top).clamp_min(1e-6)
     zero = _half_away(-lowest / scale).clamp(0, top)
     codes = _half_away(turned * (1 / scale) + zero).clamp(0, top)
-    kept = (scale.view(torch.int32) & _MANTISSA).view(torch.float32)
+    kept = (scale.view(torch.int32) & -16).view(torch.float32)  # whose last four bits hold the zero point
     return hadamard((codes - zero) * kept, size) / size * signs
 
 
@@ -51,11 +49,10 @@ def _turboquant_keys(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Keys of `turboquant_*_nc` (arXiv 2504.19874): a norm, and a unit vector behind a Hadamard matrix, which stays one."""
     values, size = values.float(), values.shape[-1]
     norms, centroids = values.norm(dim=-1, keepdim=True), _lloyd_max(size, bits).to(values.device)
-    turn = hadamard(torch.eye(size, device=values.device), size) / math.sqrt(size)
-    unit = values / (norms + 1e-8) @ turn
+    unit = hadamard(values / (norms + 1e-8), size) / math.sqrt(size)
     read = centroids[torch.bucketize(unit, (centroids[:-1] + centroids[1:]) / 2, right=True)]
     read = read * (1 / torch.sqrt(read.square().sum(-1, keepdim=True) + 1e-16))
-    return norms.half().float() * read @ turn
+    return hadamard(norms.half().float() * read, size) / math.sqrt(size)
 
 
 @cache
@@ -88,7 +85,7 @@ def _turboquant_values(values: torch.Tensor, bits: int) -> torch.Tensor:
 def _nvfp4(values: torch.Tensor, bits: int) -> torch.Tensor:
     """`nvfp4` with a global scale of 1: blocks of 16 in FP4, ties to even, with a scale in e4m3."""
     parts = _blocks(values)
-    scale = (parts.abs().amax(-1, keepdim=True) * (1 / _E2M1[-1])).clamp_max(_LARGEST).to(torch.float8_e4m3fn).float()
+    scale = (parts.abs().amax(-1, keepdim=True) * (1 / _E2M1[-1])).clamp_max(448.0).to(torch.float8_e4m3fn).float()
     scaled = parts * (1 / (scale + (scale == 0) * 1e8))
     even, bounds = torch.tensor([False, True] * 4)[:7], scaled.new_tensor(_BOUNDS)
     magnitudes = scaled.abs().clamp_max(_E2M1[-1])

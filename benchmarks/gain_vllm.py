@@ -10,7 +10,7 @@ import random
 import sys
 import time
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "8")  # GB; a sequence takes whole blocks of 128 tokens
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 

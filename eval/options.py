@@ -50,7 +50,7 @@ class Measuring(TypedDict, total=False):
         str | Sequence[str],
         Option(
             "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (of "
-            "latents), a dtype, or one that only engines store.",
+            "latents), a dtype, or what only engines store, such as turboquant_4bit_nc.",
             default=(),
             choices=(*FORMATS, *SERVED),
             metavar="NAME,…",

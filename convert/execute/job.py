@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from attention.errors import Failure
+from attention.formats import rounding_of
 from attention.forward import output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.spec import AttentionSpec
@@ -136,13 +137,13 @@ class Job:
         if isinstance(target, GroupedTarget):
             if target.spec.num_kv_heads != before.num_kv_heads:
                 after = target.method.merge(before, target.spec.num_kv_heads, seen)
-            return self.adapted(before, after, seen)
+            return self.adapted(before, after, layer, seen)
         assert before.sinks is None, "no output class has a latent and sinks"
         latent = target.method.factor(before, self.choice.allocation(target, self.plan.rotary), seen)
         if target.host.portable:
             assert seen.sample is not None, "the norm of a latent is fitted to text"
             latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))
-        fitted = self.adapted(before, latent, seen)
+        fitted = self.adapted(before, latent, layer, seen)
         assert isinstance(fitted, FactoredAttention)
         if target.spec.q_lora_rank is not None:
             fitted = _behind_norm(fitted, self.input_gain(layer), layer, seen)
@@ -150,13 +151,15 @@ class Job:
         # A norm that divides it by its size lets scales cancel.
         return latent if size is None or latent.normalised else sized(latent, seen.second, size)
 
-    def adapted(self, before: Attention, after: Record, seen: Statistics) -> Record:
-        """A record that is fit for the format of its cache, and fitted to the source's.
+    def adapted(self, before: Attention, after: Record, layer: int, seen: Statistics) -> Record:
+        """A layer's record that is fit for the format of its cache, and fitted to the source's.
 
         From here on its keys and values, in balanced coordinates, are rounded as the target's cache rounds them. Where the
         class does more with those of heads than records say, or nothing shows their sizes, they are only rounded.
         """
         form, text, sample = self.plan.target.rounding, self.plan.calibration, seen.sample if self.shows_attention else None
+        if form is not None and form.edges:
+            form = rounding_of(self.spec.format_of(layer, form).name)
         if form is not None:
             if isinstance(after, FactoredAttention):
                 after = balanced(replace(after, rounding=form), seen)

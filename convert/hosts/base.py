@@ -105,7 +105,7 @@ class StockClass(Host):
     Attributes:
         blocks: Whose decoder blocks it has, for refusals.
         architecture: Its name in config.json, by which engines choose their code. Their classes compute a GELU, whatever the
-            config says. Others get another name: by that, vLLM runs transformers' modules or refuses, and others refuse.
+            config says. Another activation gets another name: by that, vLLM runs transformers' modules, and others refuse.
         carried: The fields of a source's config that its own keeps.
     """
 

@@ -136,7 +136,7 @@ def require_stored(engine: Engine, cache_dtype: str | None, caches: Sequence[Cac
     stored = [cache.form for cache in caches if cache.tried or untried]
     if rounding_of(cache_dtype) is not None and cache_dtype not in stored:
         raise Refusal(
-            f"it is not known whether {engine.name} stores caches in {cache_dtype}",
+            f"no result was run in {engine.name} with its cache in {cache_dtype}",
             hint=f"choose {', '.join(stored)}, or leave out --engine" if stored else "leave out --engine or --cache-dtype",
         )
 

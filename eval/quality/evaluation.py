@@ -21,6 +21,8 @@ from eval.quality.probes import figures, probes_for
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
+_SERVED = "rounds as {} with --kv-cache-dtype {}, also within a prompt; its bytes are by formula"
+
 
 def report_of(
     sources: Sequence[Source],
@@ -52,7 +54,7 @@ def report_of(
     said = remarks(sources, text, settings.max_tokens, tokens)
     within = cache(partial(tokens_of, sources[0], text))
     rows = _rows(sources, settings.cache_dtypes)
-    said += [_served(row.form) for row in rows[len(sources) :]]
+    said += [[_SERVED.format(SERVED[row.form].engine, row.form)] if row.form in SERVED else [] for row in rows[len(sources) :]]
     for row in rows:  # what files can make fail comes before the long part
         share = None if row is rows[0] else seen_share(row.source, tokens, within, calibrated_on)
         row.entry = identity(row.source) | {"calibration_overlap": share}
@@ -96,13 +98,6 @@ def _rows(sources: Sequence[Source], forms: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _served(form: str | None) -> list[str]:
-    """What to say of a cache that only an engine stores."""
-    if form not in SERVED:
-        return []
-    return [f"is rounded as {SERVED[form].engine} does with --kv-cache-dtype {form}; its bytes are by formula"]
-
-
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
     """Check configs, tokenizer and text before models are loaded. Returns a protocol per context, and the text's tokens."""
     protocols = check(sources, settings)
@@ -126,7 +121,9 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
     for form in settings.cache_dtypes:
         if not any(is_cached_in(source, form) for source in sources):
             if form in SERVED:
-                raise Refusal(f"none of the models caches heads, for which {form} is", hint="choose int4 or another format")
+                raise Refusal(
+                    f"{form} is for heads, and all of these models cache latents", hint="choose int4 or another format"
+                )
             raise Refusal(
                 f"none of the models was made for a cache in {form}, which takes channels in the order of their energies",
                 hint=f"evaluate a result of `convert mla --cache-dtype {form}`, or choose int8, int4 or another format",

@@ -234,7 +234,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, SMALL | {"cache_dtype": "auto"}, "--cache-dtype auto chooses the format of a budget"),
     ("llama", {}, {"budget": 3, "cache_dtype": "auto"}, "a budget of 3 bytes per token is too small for any rank"),
     *(("llama", {}, {"engine": "vllm", "budget": 0.5, "cache_dtype": form},
-       f"it is not known whether vllm stores caches in {form}") for form in ("int4", "fp8")),  # nobody has tried the latter
+       f"no result was run in vllm with its cache in {form}") for form in ("int4", "fp8")),  # nobody has tried the latter
     ("llama", WIDE, {"engine": "vllm", "kv_lora_rank": 96, "qk_rope_head_dim": 32},
      "vllm takes latents of 256+64, 448+64 or 512+64, not of 96+32"),
     ("llama", WIDE, {"engine": "vllm", "budget": 0.25}, "the budget leaves 256 numbers per layer and token"),
