@@ -55,7 +55,7 @@ def test_channels_of_a_latent_may_differ_in_bits() -> None:
 def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
     with pytest.raises(
         Refusal,
-        match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0, mixed, mixed2, .*fp4_mx_block16\)",
+        match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*q4_0, mixed, mixed2, .*fp4_mx_block16\)",
     ):
         format_named("int5")
 
