@@ -76,7 +76,8 @@ def test_an_evaluation_fills_the_card_and_warns_of_the_text_that_was_fitted(fini
 def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int, blocks: bool, shelf: Make) -> None:
     plan = grouped(Source.parse(str(shelf(head_dim=head_dim))), Output(Path("out")))
     remarks = loading_of(plan.target.host, plan.family, plan.target.spec)["remarks"]
-    assert "vllm stores the cache in fp8 with `--kv-cache-dtype fp8` (not tried)." in remarks
+    (of_vllm,) = (remark for remark in remarks if remark.startswith("vllm stores the cache in fp8 with `--kv-cache-dtype fp8`"))
+    assert "`--kv-cache-dtype turboquant_3bit_nc` (not tried)." in of_vllm
     stored = "q8_0 with `-fa on -ctk q8_0 -ctv q8_0`, or in q4_0 with `-fa on -ctk q4_0 -ctv q4_0`."
     assert (f"llama.cpp stores the cache in {stored}" in remarks) == blocks
 
