@@ -42,10 +42,8 @@ class Rows(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Of what is decoded."""
-        codes = self.encoded.codes
-        size = (
-            self.group if self.form.classes or self.form.rule else codes.shape[3] * codes.element_size() * 8 // self.form.bits
-        )
+        codes, as_given = self.encoded.codes, self.form.classes or self.form.rule
+        size = self.group if as_given else codes.shape[3] * codes.element_size() * 8 // self.form.bits
         return torch.Size((*codes.shape[:3], size))
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -126,7 +126,7 @@ def store_encoded(model: Any, form: str) -> Any:
         `model` itself.
 
     Raises:
-        Refusal: There is no such format, or it does not take the sizes of the model's heads.
+        Refusal: The format is unknown, or does not take the sizes of the model's heads.
     """
     store_plain(model)
     model.forward = EncodedForward(model, format_named(form))

@@ -121,7 +121,7 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if (form.group or form.reach) and not form.rule:
+        if form.group or form.reach:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
             read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)

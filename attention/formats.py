@@ -44,7 +44,7 @@ class Format:
         precise: The format of a few layers with a latent, if another: see `AttentionSpec.format_of`.
         rule: Of `attention.served`, how an engine rounds; "" for what kvfold stores. Such a format takes heads, and latents if
             `latent_group` is not 0.
-        side: Bytes beside the integers of `group` values, or of a whole head if that is 0, where there is a rule.
+        side: Where there is a rule, bytes beside the integers, and of how many values: 0 for a whole head.
         values: The format of values of heads, if another.
         edges: Layers at either end, at most half of all, whose cache stays in bfloat16.
         engine: Whose rule it is.
@@ -62,7 +62,7 @@ class Format:
     heads: Format | None = None
     precise: Format | None = None
     rule: str = ""
-    side: int = 0
+    side: tuple[int, int] = (0, 0)
     values: Format | None = None
     edges: int = 0
     engine: str = ""
@@ -108,7 +108,7 @@ class Format:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
         form = self.of(part)
         if form.rule:
-            return size * form.bits // 8 + form.side * (size // form.group if form.group else 1)
+            return size * form.bits // 8 + form.side[0] * (size // (form.side[1] or size))
         if form.classes:
             return sum(count * own.bits // 8 + own.scale_bytes for own, count in form.cut(size) if count)
         group, _ = form.grouping(part, size)
@@ -117,7 +117,7 @@ class Format:
     @property
     def multiple(self) -> int:
         """What the size of a head, a latent or a RoPE key has to be a multiple of, to fill bytes, or blocks of llama.cpp."""
-        return self.group if self.steps or (self.rule and self.group) else _PACKED if self.bits < 8 else 1
+        return self.group if self.steps else self.side[1] or (_PACKED if self.bits < 8 else 1)
 
     def require(self, what: str, *sizes: int) -> None:
         """Refuse sizes of `what`, such as "head", that the format does not take."""
@@ -174,21 +174,23 @@ FORMATS = {
 
 
 def _turboquant(bits: int) -> Format:
-    values = Format(f"values of {bits} bits", bits, rule="turboquant values", side=4)
+    values = Format(f"values of {bits} bits", bits, rule="turboquant values", side=(4, 0))
     name = f"turboquant_{bits}bit_nc"
-    return Format(name, bits, rule="turboquant keys", side=2, values=values, edges=2, engine="vLLM 0.33")
+    return Format(name, bits, rule="turboquant keys", side=(2, 0), values=values, edges=2, engine="vLLM 0.33")
 
 
 SERVED = {
     form.name: form
     for form in (
-        Format("int4_per_token_head", 4, rule="per token and head", side=4, engine="vLLM 0.33"),
-        Format("nvfp4", 4, 16, rule="nvfp4", side=1, engine="vLLM 0.33"),
+        Format("int4_per_token_head", 4, rule="per token and head", side=(4, 0), engine="vLLM 0.33"),
+        Format("nvfp4", 4, rule="nvfp4", side=(1, 16), engine="vLLM 0.33"),
         _turboquant(4),
         _turboquant(3),
-        Format("fp4_mx_block16", 4, 16, 16, rule="mx block 16", side=1, engine="SGLang 0.5.23"),
+        Format("fp4_mx_block16", 4, latent_group=16, rule="mx block 16", side=(1, 16), engine="SGLang 0.5.23"),
     )
 }
+
+KNOWN_FORMATS = FORMATS | SERVED
 
 
 def parts_of(latent: bool) -> tuple[Part, Part]:
@@ -200,7 +202,7 @@ def rounding_of(name: str | None) -> Format | None:
     """The format through which a cache of that name is read rounded; None for none, and for a dtype that checkpoints have.
 
     Raises:
-        Refusal: There is no such format.
+        Refusal: The format is unknown.
     """
     return None if name is None or name in PLAIN else format_named(name)
 
@@ -225,6 +227,6 @@ def format_named(name: str) -> Format:
     Raises:
         Refusal: There is none.
     """
-    if (found := FORMATS.get(name) or SERVED.get(name)) is None:
-        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS | SERVED)})")
+    if (found := KNOWN_FORMATS.get(name)) is None:
+        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(KNOWN_FORMATS)})")
     return found

@@ -1,4 +1,7 @@
-"""Rounds values as engines do whose caches have formats of their own, bit for bit: vLLM 0.33 and SGLang 0.5.23.
+"""Rounds values as vLLM 0.33 and SGLang 0.5.23 do, whose caches have formats of their own.
+
+On a CPU, all is bit for bit what their code gives, but for keys of TurboQuant. vLLM turns these by a matrix product, whose sums
+depend on how many tokens there are; sums in a fixed order give one vector in 10,000 another code.
 
 Every function takes values `[..., n]` of a token's head or latent in the model's dtype, and returns those that the engine's
 attention computes with, in fp32. Rotations are undone: engines turn queries and outputs instead, which is the same.

@@ -316,7 +316,7 @@ class AttentionSpec:
             stored.require("latent", self.kv_lora_rank)
             stored.require("RoPE key", self.qk_rope_head_dim)
         if self.kv_lora_rank is None or self.kept:
-            (stored.of("keys") if self.kept else stored).require("head", self.head_dim)
+            (stored if self.kv_lora_rank is None else stored.of("keys")).require("head", self.head_dim)
         for layer, tokens in enumerate(held):
             own, heads = self.format_of(layer, stored), self.kept_kv_heads if layer in self.kept else self.num_kv_heads
             if self.is_latent(layer):

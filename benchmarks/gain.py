@@ -5,9 +5,9 @@
                                          [--engines llama.cpp,vllm,transformers] [--environment DIR]
 
 Makes results of every MODEL, and with --random of a random MHA of the shape of a 1B (16 heads of 128, 16 layers, bf16), which
-takes the tokenizer of the first MODEL: MQA; MLA at half the cache, portable and not; and MLA at 14.6 % in few bits. An MHA of
-1,024 dims or more also becomes GQA with a quarter of its heads, and its MLA is 512+64, which vLLM takes. Speed does not depend
-on what weights say, so that results are made quickly, without healing, and say nothing about quality.
+takes the tokenizer of the first MODEL: MQA; MLA at half the cache, portable and not; and MLA at 14.6 % in few bits. A model
+that caches MANY numbers per token and layer also becomes GQA with a quarter of its KV heads, and MLA of 512+64, which vLLM
+takes, in place of half the cache. Weights do not change speed: results are made quickly, and say nothing about quality.
 
 Every case is a prompt of random tokens, read into an empty cache, and STEPS tokens decoded behind it: at each context for one
 sequence, and at the first one for a batch. Rows take turns in every round; the table has medians and, in brackets, the
@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_llama import build
 from side_by_side import load_at_the_end, machine
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import attention
 from attention.errors import KvfoldError
@@ -40,7 +41,7 @@ STEPS, WARM_UP = 32, 2
 BEHIND = 64  # tokens of a context that no prompt fills
 MANY = 2048  # numbers per token and layer of a source, from which MLA-512+64 is small
 ROOT = Path(__file__).parents[1]
-QUICK: dict[str, Any] = {"heal": 0, "force": True}
+QUICK: dict[str, Any] = {"heal": 0, "force": True, "resume": True}
 TEXT: dict[str, Any] = {
     "text": ROOT / "docs" / "results.md",
     "calibration_tokens": 2048,
@@ -79,11 +80,8 @@ class Case:
 def random_mha(path: Path, like: Path) -> Path:
     """A random MHA of about 1B in bf16, with the tokenizer of `like`."""
     if not path.exists():
-        sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16,
-                 "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 8192}  # fmt: skip
-        config = LlamaConfig(**sizes, vocab_size=AutoConfig.from_pretrained(like).vocab_size, tie_word_embeddings=False)
         whole = path.with_name(f"{path.name}.partial")
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(whole)
+        build(whole, 16, 16, 5 * 10**9, AutoConfig.from_pretrained(like).vocab_size)
         for file in like.glob("*token*.json"):
             shutil.copy(file, whole)
         whole.rename(path)
@@ -122,10 +120,8 @@ def rows_of(model: str, spec: AttentionSpec, engines: Iterable[str]) -> list[Row
 
 def in_llama_cpp(path: Path, form: str, case: Case, given: argparse.Namespace) -> tuple[float, float]:
     """By llama.cpp's own llama-batched-bench: every sequence has a copy of one prompt."""
-    gguf, program = (
-        given.directory / f"{path.name}.gguf",
-        given.environment / "llama.cpp" / "bench" / "bin" / "llama-batched-bench",
-    )
+    gguf = given.directory / f"{path.name}.gguf"
+    program = given.environment / "llama.cpp" / "bench" / "bin" / "llama-batched-bench"
     if not program.exists():
         raise RuntimeError("llama.cpp is not built: run make gain")
     if not gguf.exists():
@@ -202,8 +198,7 @@ def made(directory: Path, source: Path, spec: AttentionSpec, wanted: set[str]) -
         if name in wanted:
             path = directory / f"{source.name}-{name.replace(' ', '-').replace(',', '').replace('%', '')}"
             try:
-                if not path.exists():
-                    make(source, path)
+                make(source, path)
                 found[name] = path
             except KvfoldError as refusal:
                 found[name] = str(refusal)

@@ -19,13 +19,13 @@ HEAD_DIM, VOCABULARY = 128, 32_000
 IMPORTS = "import torch, transformers"
 
 
-def config_of(heads: int, layers: int = 1) -> LlamaConfig:
+def config_of(heads: int, layers: int = 1, vocabulary: int = VOCABULARY) -> LlamaConfig:
     """Of width heads × 128."""
     width = heads * HEAD_DIM
     return LlamaConfig(
         architectures=["LlamaForCausalLM"], hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, vocab_size=VOCABULARY,
-        max_position_embeddings=2048, dtype="bfloat16", tie_word_embeddings=False,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, vocab_size=vocabulary,
+        max_position_embeddings=8192, dtype="bfloat16", tie_word_embeddings=False,
     )  # fmt: skip
 
 
@@ -42,9 +42,9 @@ def layers_of(heads: int, gigabytes: float) -> int:
     return max(1, round((gigabytes * 1e9 - 4 * VOCABULARY * heads * HEAD_DIM) / (2 * layer_parameters(heads))))
 
 
-def build(path: Path, heads: int, layers: int, shard_bytes: int) -> None:
+def build(path: Path, heads: int, layers: int, shard_bytes: int, vocabulary: int = VOCABULARY) -> None:
     """A random MHA Llama in bf16, in shards of `shard_bytes`."""
-    config = config_of(heads, layers)
+    config = config_of(heads, layers, vocabulary)
     config.save_pretrained(path)
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}

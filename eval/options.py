@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from attention.formats import FORMATS, SERVED
+from attention.formats import KNOWN_FORMATS
 from eval.arguments import Option, parse_count
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.settings import PROTOCOLS
@@ -52,7 +52,7 @@ class Measuring(TypedDict, total=False):
             "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (of "
             "latents), a dtype, or what only engines store, such as turboquant_4bit_nc.",
             default=(),
-            choices=(*FORMATS, *SERVED),
+            choices=tuple(KNOWN_FORMATS),
             metavar="NAME,…",
             python="One name, or several.",
         ),

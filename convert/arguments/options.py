@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Generic, Required, TypedDict, TypeVar
 
-from attention.formats import FORMATS, SERVED
+from attention.formats import KNOWN_FORMATS
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.base import CLASSES
 from convert.hosts.engines import ENGINES
@@ -23,7 +23,7 @@ _CLASS = Option(
     flag="--class",
 )
 _FORMAT = "Make the result for a KV cache in this format: sizes count in it, and every step fits through its rounding."
-_CACHE = Option(_FORMAT, unset="--dtype", choices=(*FORMATS, *SERVED))
+_CACHE = Option(_FORMAT, unset="--dtype", choices=tuple(KNOWN_FORMATS))
 _OVERWRITE = Option("Replace an existing result, once the new one is complete.", consent=True)
 _RESUME = Option(
     "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
@@ -91,7 +91,7 @@ class Factoring(TypedDict, total=False):
         Option(
             f"{_FORMAT} With --kv-budget, auto takes one by the budget (`convert plan`).",
             unset="--dtype",
-            choices=(*FORMATS, *SERVED, "auto"),
+            choices=(*KNOWN_FORMATS, "auto"),
         ),
     ]
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
@@ -234,7 +234,7 @@ class Training(TypedDict, Generic[Dry], total=False):
         Option(
             "Train for a KV cache in this format, through its rounding.",
             unset="the format that CONVERTED was made for",
-            choices=(*FORMATS, *SERVED),
+            choices=tuple(KNOWN_FORMATS),
         ),
     ]
     checkpointing: Annotated[bool, Option("Compute layers again in the backward pass: slower, with less memory.")]
@@ -272,7 +272,7 @@ class Fitting(TypedDict, total=False):
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
     context: Annotated[int | str | None, _count("Tokens per sequence.", "the model's limit")]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
-    cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=(*FORMATS, *SERVED))]
+    cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=tuple(KNOWN_FORMATS))]
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(

@@ -21,7 +21,7 @@ from eval.quality.probes import figures, probes_for
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
-_SERVED = "rounds as {} with --kv-cache-dtype {}, also within a prompt; its bytes are by formula"
+_SERVED = "rounds as {} does with --kv-cache-dtype {}, also within a prompt; its bytes are by formula"
 
 
 def report_of(

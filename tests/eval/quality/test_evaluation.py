@@ -115,7 +115,7 @@ def test_an_engines_format_rounds_heads_and_says_that_its_bytes_are_by_formula(p
     assert served["kv_bytes_per_token"] == 3 * 4 * 2 * (8 // 2 + 4)
     assert served["kl_to_source"] > 0
     (remark,) = served["remarks"]
-    assert remark.startswith("rounds as vLLM 0.33 with --kv-cache-dtype int4_per_token_head, ")
+    assert remark.startswith("rounds as vLLM 0.33 does with --kv-cache-dtype int4_per_token_head, ")
     with pytest.raises(Refusal, match="int4_per_token_head is for heads, and all of these models cache latents"):
         report_of([latent], TEXT, settings)
 

@@ -164,9 +164,8 @@ def test_a_report_holds_them_for_every_model(checkpoint: Callable[..., Path], mo
     *_, probes = sections(report)
     assert probes.header == ["probe", "model", "0", "128", "anywhere"]
     assert [row[:2] for row in probes.rows[:2]] == [["text", "source"], ["text", "small"]]
-    plain, coarse, served = report_of(sources[:1], text, replace(settings, cache_dtypes=("int2", "int4_per_token_head")))[
-        "probes"
-    ]
+    settings = replace(settings, cache_dtypes=("int2", "int4_per_token_head"))
+    plain, coarse, served = report_of(sources[:1], text, settings)["probes"]
     assert (plain["name"], coarse["name"]) == ("source", "source (int2 cache)")
     assert all(one["nats"] for one in coarse["found"])
     assert all(one["nats"] for one in served["found"]), "also while it generates"
