@@ -21,7 +21,8 @@ int main(int argc, char ** argv) {
     llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
     if (!model) return 3;
     llama_context_params params = llama_context_default_params();
-    params.n_ctx = params.n_batch = params.n_ubatch = 512;
+    params.n_ubatch = 512;  // longer prompts are read in parts
+    params.n_ctx = params.n_batch = (uint32_t) (ids.size() + 511) / 512 * 512;
     params.n_threads = params.n_threads_batch = 1;  // several would wait in loops, also for other programs
     if (!strcmp(argv[4], "exact")) {
         params.type_k = params.type_v = GGML_TYPE_F32;

@@ -25,8 +25,8 @@ BUILT = ROOT / ".venv-engines" / "llama.cpp"
 LOGITS = BUILT / "logits"
 SOURCE = ROOT / "convert" / "demo" / "python-5m-mha"
 TEXT = argparse.__file__  # Python code that does not change with this repository
-CELLS = 512  # tokens that the program's cache holds
-IDS = torch.randint(4, 90, (200,), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(4, 90, (4000,), generator=torch.Generator().manual_seed(0))
+SHORT = IDS[:200]
 PORTABLE = ("mla", "--kv-lora-rank", 48, "--qk-rope-head-dim", 16, "--portable", "--text", TEXT, "--calibration-tokens", 4096)
 FOR_LLAMA_CPP = ("--engine", "llama.cpp")
 
@@ -44,39 +44,40 @@ def in_gguf(model: Path) -> Done:
     return run(sys.executable, Path(__file__).with_name("to_gguf.py"), archive, model, model.with_suffix(".gguf"))
 
 
-def computed(model: Path, settings: str = "exact") -> Done:
+def computed(model: Path, settings: str = "exact", ids: torch.Tensor = SHORT) -> Done:
     """What llama.cpp makes of `model`, once its converter has taken it."""
     done = in_gguf(model)
     assert done.returncode == 0, done.stderr[-2000:]
-    IDS.int().numpy().tofile(model.with_suffix(".ids"))
+    ids.int().numpy().tofile(model.with_suffix(".ids"))
     return run(LOGITS, *(model.with_suffix(suffix) for suffix in (".gguf", ".ids", ".logits")), settings)
 
 
-def same_logits(model: Path, settings: str = "exact", rounding: float = 0.05) -> None:
+def same_logits(model: Path, settings: str = "exact", rounding: float = 0.05, ids: torch.Tensor = SHORT) -> None:
     """llama.cpp's log-probabilities are those of transformers, and its cache has the bytes that were planned."""
     limit = {"exact": 5e-4, "default": rounding}[settings]
-    torch.testing.assert_close(found_in(model, settings), expected_of(model), rtol=0, atol=limit)
+    torch.testing.assert_close(found_in(model, settings, ids), expected_of(model, ids=ids), rtol=0, atol=limit)
 
 
-def found_in(model: Path, settings: str) -> torch.Tensor:
+def found_in(model: Path, settings: str, ids: torch.Tensor = SHORT) -> torch.Tensor:
     """llama.cpp's log-probabilities, computed over a cache of the bytes that kvfold predicts."""
-    done = computed(model, settings)
+    done = computed(model, settings, ids)
     assert done.returncode == 0, done.stderr[-2000:]
     said = re.search(r"size = +([\d.]+) MiB \( *(\d+) cells", done.stderr)
     assert said
     spec = AttentionSpec.from_config(AutoConfig.from_pretrained(model))
     predicted = spec.bytes_per_token({"exact": "float32", "default": "float16"}.get(settings, settings))
-    assert int(said[2]) == CELLS
-    assert float(said[1]) == pytest.approx(predicted * CELLS / 2**20, rel=0, abs=0.0051)  # it prints two digits
+    cells = -(-len(ids) // 512) * 512  # tokens that the program's cache holds
+    assert int(said[2]) == cells
+    assert float(said[1]) == pytest.approx(predicted * cells / 2**20, rel=0, abs=0.0051)  # it prints two digits
     raw = bytearray(model.with_suffix(".logits").read_bytes())
-    return torch.frombuffer(raw, dtype=torch.float32).view(len(IDS), -1).log_softmax(-1)
+    return torch.frombuffer(raw, dtype=torch.float32).view(len(ids), -1).log_softmax(-1)
 
 
-def expected_of(model: Path, form: str = "float32") -> torch.Tensor:
+def expected_of(model: Path, form: str = "float32", ids: torch.Tensor = SHORT) -> torch.Tensor:
     """The log-probabilities of transformers, over a cache in that format."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
-        return store_encoded(loaded, form)(IDS[None]).logits[0].log_softmax(-1)
+        return store_encoded(loaded, form)(ids[None]).logits[0].log_softmax(-1)
 
 
 @pytest.mark.parametrize("settings", ["exact", "default"])
@@ -102,6 +103,14 @@ def test_portable_results_of_other_shapes_run_too(
     same_logits(tmp_path / "out")
 
 
+@pytest.mark.parametrize("target", [("mqa", "--no-text"), PORTABLE], ids=["MQA", "portable"])
+def test_long_prompts_are_read_in_parts(target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    command, *options = target
+    source = checkpoint(head_dim=32, num_hidden_layers=2, max_position_embeddings=4096)
+    ok(convert(command, source, tmp_path / "out", *options, *FOR_LLAMA_CPP))
+    same_logits(tmp_path / "out", ids=IDS)
+
+
 def test_what_it_does_not_run_does_not_start(convert: Convert, tmp_path: Path) -> None:
     command, *options = PORTABLE
     ok(convert(command, SOURCE, tmp_path / "plain", *options))
@@ -123,7 +132,7 @@ def with_rounded_queries(model: Path, form: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_decode, "probabilities", rounding)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
-        return store_encoded(absorb(loaded, when="always"), form)(IDS[None]).logits[0].log_softmax(-1)
+        return store_encoded(absorb(loaded, when="always"), form)(SHORT[None]).logits[0].log_softmax(-1)
 
 
 BLOCKS = ("mla", "--kv-lora-rank", 96, "--qk-rope-head-dim", 32, "--portable", "--text", TEXT, "--calibration-tokens", 4096)

@@ -1,5 +1,6 @@
 """vLLM generates what transformers generates, or does not start. `make test-engines` runs this where vLLM is installed."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -28,9 +29,13 @@ TOKENS = 48
 CACHE = 2**30  # bytes that vLLM may use for keys and values
 # vLLM's kernel on CPUs takes no other size.
 LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank")
-TEXT = Path(__file__).parents[2] / "convert" / "api.py"
+TEXT = argparse.__file__  # Python code that does not change with this repository
+CALIBRATION = ("--text", TEXT, "--calibration-tokens", 8192, "--heal", 0)
 TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
 IDS = [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]]  # of models with random weights
+SHORT = {"max_model_len": 256, "enforce_eager": True}  # compiling takes a minute
+# Of requests at once, and of what they share, one pass computes 512 tokens at a time, once.
+LONG = {"max_model_len": 4096, "enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
 
@@ -39,13 +44,13 @@ def tokens_of(model: Path) -> Path:
 
 
 def served(
-    model: Path, dtype: str, prompts: list[list[int]], compiled: bool = False, **more: str
+    model: Path, dtype: str, prompts: list[list[int]], options: dict[str, Any] = SHORT, **more: str
 ) -> subprocess.CompletedProcess[str]:
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))]
+    command = [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model)), json.dumps(options)]
     return subprocess.run(
-        command + ["compiled"] * compiled, input=json.dumps(prompts), capture_output=True, text=True,
-        env=os.environ | more | settings, timeout=900, check=False,
+        command, input=json.dumps(prompts), capture_output=True, text=True, env=os.environ | more | settings, timeout=900,
+        check=False,
     )  # fmt: skip
 
 
@@ -59,9 +64,9 @@ def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) ->
         return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
 
 
-def same_tokens(model: Path, dtype: str, prompts: list[list[int]], compiled: bool = False) -> None:
+def same_tokens(model: Path, dtype: str, prompts: list[list[int]], options: dict[str, Any] = SHORT) -> None:
     """vLLM's tokens are those of transformers, and its cache has the bytes that were planned."""
-    done = served(model, dtype, prompts, compiled)
+    done = served(model, dtype, prompts, options)
     assert done.returncode == 0, done.stderr[-2000:]
     near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}[dtype]
     for ids, steps in zip(prompts, json.loads(tokens_of(model).read_text()), strict=True):
@@ -118,6 +123,19 @@ def test_other_output_classes_run_too(
     same_tokens(tmp_path / "out", dtype, IDS)
 
 
+@pytest.mark.parametrize("target", [("mqa",), LATENT], ids=["MQA", "MLA-512+64"])
+def test_long_requests_that_begin_alike(target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Three of 4,000 tokens at once: one, one that shares 3,500 of them, and one that differs from it at position 9."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    source = checkpoint("llama", **sizes, max_position_embeddings=4096)
+    command, *options = target
+    ok(convert(command, source, tmp_path / "out", *options, *CALIBRATION, "--engine", "vllm"))
+    ids = torch.randint(4, 90, (3, 4000), generator=torch.Generator().manual_seed(0))
+    ids[1, :3500] = ids[0, :3500]
+    ids[2], ids[2, 9] = ids[0], ids[0, 9] ^ 1
+    same_tokens(tmp_path / "out", "float32", ids.tolist(), LONG)
+
+
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)
 def test_its_own_deepseek_class_runs_portable_results(
     tied: bool, more: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path
@@ -126,7 +144,7 @@ def test_its_own_deepseek_class_runs_portable_results(
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = checkpoint("llama", **sizes, max_position_embeddings=256, tie_word_embeddings=tied)
     command, *options = LATENT
-    ok(convert(command, source, tmp_path / "out", *options, "--portable", "--text", TEXT, "--calibration-tokens", 8192, *more))
+    ok(convert(command, source, tmp_path / "out", *options, "--portable", *CALIBRATION, *more))
     same_tokens(tmp_path / "out", "float32", IDS)
 
 
@@ -160,7 +178,7 @@ def test_kvfolds_latents_are_cached_as_they_are(
     source = checkpoint(model_type, **sizes, use_qk_norm=True, max_position_embeddings=256)
     command, *options = LATENT
     ok(convert(command, source, tmp_path / "out", *options, "--no-text", "--engine", "vllm"))
-    same_tokens(tmp_path / "out", "float32", IDS, compiled)
+    same_tokens(tmp_path / "out", "float32", IDS, SHORT | {"enforce_eager": not compiled})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What vLLM generates from a checkpoint, as JSON: MODEL DTYPE TOKENS OUTPUT [compiled], and prompts as lists of ids on stdin.
+"""What vLLM generates from a checkpoint, as JSON: MODEL DTYPE TOKENS OUTPUT OPTIONS, and prompts as lists of ids on stdin.
 
 It runs in a process of its own, because vLLM starts others, and keeps their settings.
 """
@@ -16,8 +16,7 @@ def main() -> None:
     latent = "kv_lora_rank" in config | config.get("text_config", {})
     # What vLLM chooses for latents on CPUs with AMX takes no float32.
     backend = {"attention_backend": "CPU_MLA"} if latent and dtype == "float32" else {}
-    eager = len(sys.argv) < 6  # compiling takes a minute
-    engine = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=eager, seed=0, **backend)
+    engine = LLM(model=model, dtype=dtype, seed=0, **backend, **json.loads(sys.argv[5]))
     prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
     asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
     found = [result.outputs[0] for result in engine.generate(prompts, asked)]
