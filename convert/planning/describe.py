@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.errors import Refusal
-from attention.formats import format_named
+from attention.formats import SERVED, format_named
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, UNREAD
 from convert.families.reading import FOUND, INSIDE
@@ -254,11 +254,12 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     """A table with one row per target; the source comes first."""
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
-    header.append("engines")
     within = f" of the {limit} positions that the model is made for" if limit else ""
     if limit and facts["context"] > limit:
         within = f": MORE THAN THE {limit} POSITIONS that the model is made for"
-    cache = "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
+    form = facts["cache_dtype"]
+    whose = f"of {SERVED[form].engine} (--kv-cache-dtype {form}, not tried)" if form in SERVED else f"in {form}"
+    cache = "" if form == facts["dtype"] else f" with a cache {whose}"
     rows = []
     for i, row in enumerate(facts["targets"]):
         cells = [row["kind"] + (" (source)" if i == 0 else "")]
@@ -268,7 +269,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     reach = ", at most the positions that the model is made for." if limit else "."
     parts = [
         f"{facts['model']} in {facts['dtype']}{cache}, batch {facts['batch']}, context {facts['context']}{within}",
-        table(header, rows, right=range(1, len(header) - 1)),
+        table([*header, "engines"], rows, right=range(1, len(header))),
         f"MLA: {facts['mla']}" if facts["mla"] else rule_text(),
         *([_LIMITED] if limit and limit > ASSUMED_CONTEXT and not facts["mla"] else []),
         *facts.get("notes", ()),
