@@ -123,17 +123,19 @@ def test_other_output_classes_run_too(
     same_tokens(tmp_path / "out", dtype, IDS)
 
 
-@pytest.mark.parametrize("target", [("mqa",), LATENT], ids=["MQA", "MLA-512+64"])
-def test_long_requests_that_begin_alike(target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "dtype"), [("MQA", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")])
+def test_long_requests_that_begin_alike(
+    target: str, dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:  # fmt: skip
     """Three of 4,000 tokens at once: one, one that shares 3,500 of them, and one that differs from it at position 9."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = checkpoint("llama", **sizes, max_position_embeddings=4096)
-    command, *options = target
+    command, *options = TARGETS[target]
     ok(convert(command, source, tmp_path / "out", *options, *CALIBRATION, "--engine", "vllm"))
     ids = torch.randint(4, 90, (3, 4000), generator=torch.Generator().manual_seed(0))
     ids[1, :3500] = ids[0, :3500]
     ids[2], ids[2, 9] = ids[0], ids[0, 9] ^ 1
-    same_tokens(tmp_path / "out", "float32", ids.tolist(), LONG)
+    same_tokens(tmp_path / "out", dtype, ids.tolist(), LONG)
 
 
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)
