@@ -22,12 +22,13 @@ X = inputs(20, tokens=32, blocks=4)
 
 def attended(x: torch.Tensor) -> Attended:
     """Moments of `x [n, T, E]` as some attention sees it: no two of them are equal."""
-    sums = _AttendedSums(x.shape[-1], x.device)
+    sums = _AttendedSums(x.shape[-1], 4, x.device)
     for block in x:
-        sums.add(heads_of(record(2, 2, 3, 2, x.shape[-1]), block_of(block)))
-    return sums.moments()
+        sums.add(heads_of(record(2, 2, 3, 2, x.shape[-1]), block_of(block)), torch.arange(len(block)))
+    return dataclasses.replace(sums.moments(), matching=None)
 
 
+WEIGHTS = torch.tensor([1.0, 2.0, 4.0, 3.0])[:, None, None]  # of heads
 SEEN = attended(X)
 any_refit = given(
     share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
@@ -48,7 +49,7 @@ def fit_of(
     source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
 ) -> keys._KeyFit:
     result = heads_of(after, block_of(x))
-    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts)
+    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts, WEIGHTS.sqrt())
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:

@@ -38,19 +38,6 @@ def table(said: str) -> list[list[str]]:
     return rows[2:]
 
 
-def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = script("convert_layers")
-    monkeypatch.setattr(benchmark, "CONTEXT", 32)
-    rows = dict(benchmark.layer_cost(benchmark.Sizes(256, 2, context=32, rank=64, rope=32), "cpu", 1))
-    latent = ["weighted, measure", "weighted", "svd, measure", "svd", "pca"]
-    refits = [f"{what}, refitted" for what in ("aligned, to 1 KV heads", "weighted")]
-    assert list(rows) == ["aligned, to 1 KV heads", *latent, *refits]
-    assert all(seconds > 0 for seconds, *_ in rows.values())
-    tiny_model(tiny_config("llama")).save_pretrained(tmp_path / "model")
-    benchmark.survey_only(tmp_path / "model", tmp_path)
-    assert len(list(tmp_path.glob("source-0000?.safetensors"))) == 3
-
-
 def test_grouped_decoding_is_measured_both_ways() -> None:
     given = ["--groups", "16", "4", "--layers", "1", "--length", "64", "--rounds", "1", "--backend", "eager"]
     done = run_file(BENCHMARKS / "decode_grouped.py", *given)

@@ -70,6 +70,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 WITH_COMMANDS = [page for page in PAGES if any(commands(page))]
+MARKS = {page.stem: () if page.stem == "guide" else pytest.mark.slow for page in PAGES}
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
@@ -79,10 +80,7 @@ def test_commands_have_the_options_that_pages_name(page: Path, desk: Path) -> No
         main.commands[name].make_context(name, rest)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem, marks=() if page.stem == "guide" else pytest.mark.slow) for page in WITH_COMMANDS],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem, marks=MARKS[page.stem]) for page in WITH_COMMANDS])
 def test_commands_run(page: Path, desk: Path) -> None:
     """One after another, on the bundled checkpoint, with sizes that take seconds."""
     runner = CliRunner()

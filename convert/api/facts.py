@@ -37,7 +37,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
     if engine:
         require_stored(engine, given["cache_dtype"], engine.caches, untried=True)
-    return capacity(source, dtype, given["batch"], context, gpus, given["gpu_share"], engine, given["cache_dtype"])
+    return capacity(source, dtype, given["batch"], context, gpus, engine, given["cache_dtype"])
 
 
 @checked

@@ -282,9 +282,6 @@ class Fitting(TypedDict, total=False):
             python="Several, by name, in gigabytes.",
         ),
     ]
-    gpu_share: Annotated[
-        float, Option("Share of GPU memory that may be used.", default=0.9, least=0.01, most=1, metavar="SHARE")
-    ]
     engine: Annotated[str | None, Option("Show only what this engine runs.", choices=tuple(ENGINES))]
 
 

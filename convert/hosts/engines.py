@@ -91,14 +91,6 @@ class Engine:
             )
         return max(within)
 
-    def note(self, before: AttentionSpec) -> str | None:
-        """The share of a source's cache that each latent size it takes would hold, or None if it takes any."""
-        if not self.latents:
-            return None
-        whole = before.values_per_token // before.num_layers
-        shares = [f"{_sum(size)} ({sum(size) / whole:.1%})" for size in self.latents]
-        return f"{self.name} takes latents of {_listed(shares)} of the source's cache"
-
 
 _PACKED = [name for name, form in FORMATS.items() if form.bits < 16]
 ENGINES = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
 
-GROUPED = ("aligned", "mean", "first")
+GROUPED = ("aligned", "mean")
 LATENT = ("weighted", "svd", "pca")
 
 

@@ -158,7 +158,6 @@ def capacity(
     batch: int,
     context: int,
     gpus: Mapping[str, float],
-    share: float,
     engine: Engine | None = None,
     cache_dtype: str | None = None,
 ) -> Facts:
@@ -170,11 +169,10 @@ def capacity(
         batch: Sequences at once.
         context: Tokens per sequence.
         gpus: Gigabytes by name.
-        share: The share of a GPU's memory that weights and cache may take.
         engine: What has to run the targets; None for nothing in particular.
         cache_dtype: The format of the cache; None for `dtype`.
     """
-    from eval.machine.capacity import count_parameters, fit
+    from eval.machine.capacity import GPU_SHARE, count_parameters, fit
 
     family = readable(source)
     spec = family.spec
@@ -200,7 +198,7 @@ def capacity(
             shapes = carrier.layout(family).of(carrier.sized(source.raw, family, target)).shapes
             engines = running(*made) if cache_dtype in (None, dtype) else storing(*made, cache_dtype)
         parameters = whole - own + _parameters(shapes, spec)
-        row = fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype)
+        row = fit(target, parameters, dtype, batch, context, gpus, cache_dtype)
         rows.append(row | {"parameters": parameters, "engines": engines})
     facts = {
         "model": source.reference,
@@ -210,7 +208,7 @@ def capacity(
         "context": context,
         "max_positions": source.max_positions,
         "gpu_gigabytes": dict(gpus),
-        "gpu_share": share,
+        "gpu_share": GPU_SHARE,
         "targets": rows,
         "mla": None if host else f"none: {hosts['mla'].refusal}",
         **_noted(source, spec, context),

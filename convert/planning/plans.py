@@ -177,8 +177,6 @@ def plan_latent(request: Request, size: LatentSize, method: LatentMethod) -> Pla
         require_stored(engine, target.cache_dtype, engine.stores(host, target.spec))
         if objection := engine.objection(host, family, target.spec):
             raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
-        if note := engine.note(target.before):  # what its user should know
-            target = replace(target, notes=(*target.notes, note))
     check_output(output, source.directory)
     calibration = _portable_calibration(method, request.text) if host.portable else request.text
     text = calibration_for(source.max_positions, family.skips, method, calibration)

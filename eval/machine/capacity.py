@@ -14,6 +14,7 @@ from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {"RTX 4090": 24, "RTX 5090": 32, "A100/A800/H800": 80, "H20": 96, "H200": 141}
 GIGABYTE = 10**9
+GPU_SHARE = 0.9  # of its memory for weights and cache; the rest is for activations and the CUDA context
 _LONGEST = 2**40  # tokens: a cache of which windows bound every layer fits at any length
 
 
@@ -52,8 +53,8 @@ def fit(
     batch: int,
     context: int,
     gpus: Mapping[str, float],
-    share: float,
     cache_dtype: str | None = None,
+    share: float = GPU_SHARE,
 ) -> dict[str, Any]:
     """The memory of one attention kind of one model, and the GPUs that it fits on.
 
@@ -64,8 +65,8 @@ def fit(
         batch: Sequences at once.
         context: Tokens per sequence.
         gpus: Gigabytes by name.
-        share: The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA context.
         cache_dtype: The format of the cache, see `attention.formats`; None for `dtype`.
+        share: The share of a GPU's memory for weights and cache.
 
     Returns:
         "kind": "MHA", "GQA-8", …; bytes of KV cache, of all layers, at this context: "kv_bytes_per_token" of each sequence, and

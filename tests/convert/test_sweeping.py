@@ -15,7 +15,7 @@ from convert import sweeping as module
 from eval.inputs.sealed import Shelf
 
 NAMES = [
-    *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
+    *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean")),
     *(f"mla-{size}-{method}" for size in ("16+8", "50%") for method in ("weighted", "svd", "pca")),
 ]
 TARGETS = ["--groups", "2,1", "--mla", "16+8,50%"]
@@ -85,7 +85,7 @@ def test_all_targets_come_from_one_survey_into_one_report(
     assert [entry["name"] for entry in others] == NAMES
     (calibration,) = {e["calibration_hash"] for e in others if e["method"] in ("aligned", "weighted", "pca")}
     assert calibration.startswith("sha256:")
-    assert {e["calibration_hash"] for e in [source, *others] if e["method"] in (None, "mean", "first", "svd")} == {None}
+    assert {e["calibration_hash"] for e in [source, *others] if e["method"] in (None, "mean", "svd")} == {None}
     assert {entry["kind"] for entry in others if "%" not in entry["name"]} == {"GQA-2", "MQA", "MLA-16+8"}
     assert [e["kv_bytes_per_token"] for e in others if "50%" in e["name"]] == [384] * 3
     assert all(entry["kv_bytes_per_token"] == entry["kv_bytes_measured"] for entry in report["models"])
@@ -119,9 +119,9 @@ def test_a_source_that_changes_between_conversions_is_refused(
 
 DRY: dict[str, tuple[str, list[Any], list[str]]] = {
     "heads are halved, caches shared out, and pca needs text": ("llama", ["--no-text"], [
-        *NAMES[:6], *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
+        *NAMES[:4], *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
     ]),
-    "no class for a latent": ("hunyuan_v1_dense", [], NAMES[:6]),
+    "no class for a latent": ("hunyuan_v1_dense", [], NAMES[:4]),
     "a target that is named twice": ("llama", ["--groups", "2,2", "--methods", "mean"], ["gqa-2-mean"]),
 }  # fmt: skip
 

@@ -124,9 +124,7 @@ def test_other_output_classes_run_too(
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("MQA", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")])
-def test_long_requests_that_begin_alike(
-    target: str, dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:  # fmt: skip
+def test_long_requests_that_begin_alike(target: str, dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Three of 4,000 tokens at once: one, one that shares 3,500 of them, and one that differs from it at position 9."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = checkpoint("llama", **sizes, max_position_embeddings=4096)

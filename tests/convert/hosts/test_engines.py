@@ -96,12 +96,6 @@ def test_the_largest_size_that_fits(values: int) -> None:
         assert engine.fitting(values) == max(size for size in engine.latents if sum(size) <= values)
 
 
-def test_a_note_says_what_each_size_would_hold() -> None:
-    assert ENGINES["transformers"].note(BEFORE) is None
-    shares = "256+64 (3.9%), 448+64 (6.2%) or 512+64 (7.0%)"
-    assert ENGINES["vllm"].note(BEFORE) == f"vllm takes latents of {shares} of the source's cache"
-
-
 @pytest.mark.parametrize(
     ("host", "spec", "form", "expected"),
     [

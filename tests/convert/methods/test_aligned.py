@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging import disguised, merge, record, repeated, with_rope
-from records import inputs, loss, measured, run
+from records import blocks_of, inputs, loss, measured, run
+
+from attention.forward import heads_of
+from convert.methods import load_latent
+from convert.methods.latent import Allocation
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -82,7 +86,6 @@ def test_aligned_looks_at_the_text() -> None:
     scales = torch.logspace(0, -2, 10), torch.logspace(-2, 0, 10)
     texts = [inputs(10, tokens=64) * scale for scale in scales]
     own, other = (merge("aligned", a, 2, statistics=measured(x)) for x in texts)
-
     assert loss(a, own, texts[0]) < 0.8 * loss(a, other, texts[0])
 
 
@@ -92,3 +95,15 @@ def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
     a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
     merged = merge("aligned", a, 2)
     assert loss(a, merged) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["aligned", "weighted"])
+def test_heads_that_copy_lose_less(way: str) -> None:
+    a, x, lost = with_rope(record(heads=4, groups=4)), inputs(10, tokens=64), []
+    for found in (torch.zeros(4), torch.tensor([0.0, 0.5, 0.0, 0.0])):
+        seen = measured(x)
+        seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=found.double()))
+        after = merge(way, a, 2, seen) if way == "aligned" else load_latent(way).factor(a, Allocation(6, (0, 1)), seen)
+        apart = (heads_of(after, one).logits(1) - heads_of(a, one).logits(1) for one in blocks_of(x))
+        lost.append(sum(float(logits.tril().square().sum()) for logits in apart))
+    assert lost[1] < 0.5 * lost[0]

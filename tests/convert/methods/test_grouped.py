@@ -1,4 +1,4 @@
-"""Merging KV heads, by any method: copies merge into themselves; the published `mean` and `first`."""
+"""Merging KV heads, by any method: copies merge into themselves; the published `mean`."""
 
 from dataclasses import replace
 
@@ -14,15 +14,14 @@ from convert.methods import GROUPED, load_grouped
 
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["mean", "first"])
 @settings(max_examples=6, deadline=None)
 @given(groups=st.sampled_from([1, 2, 4]), times=st.integers(2, 7), seed=st.integers(0, 100))
 def test_equal_heads_merge_into_themselves_bit_for_bit(
-    method: str, dtype: torch.dtype, norm: str | None, groups: int, times: int, seed: int
+    dtype: torch.dtype, norm: str | None, groups: int, times: int, seed: int
 ) -> None:
     few = record(heads=4 * times, groups=groups, norm=norm, seed=seed, dtype=dtype)
     many = repeated(few, times)
-    merged = merge(method, many, groups)
+    merged = merge("mean", many, groups)
     for name in ("k", "v", "k_bias", "v_bias", "q", "o", "q_bias", "o_bias"):
         assert torch.equal(getattr(merged, name).to(dtype), getattr(few, name)), name
     if norm:
@@ -47,11 +46,10 @@ def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) ->
         assert merged.sinks is sinks
 
 
-def test_mean_is_the_mean_of_adjacent_heads_and_first_the_first_of_them() -> None:
+def test_mean_is_the_mean_of_adjacent_heads() -> None:
     a = record(groups=4, norm="head")
-    mean, first = merge("mean", a, 2), merge("first", a, 2)
+    mean = merge("mean", a, 2)
     for name in ("k", "v", "k_bias", "v_bias"):
         rows = getattr(a, name)
         assert torch.allclose(getattr(mean, name), rows.unflatten(0, (2, 2)).mean(1), atol=1e-6), name
-        assert torch.equal(getattr(first, name), rows[::2]), name
     assert torch.allclose(mean.k_norm.gain, a.k_norm.gain.unflatten(0, (2, 2)).mean(1))  # type: ignore[union-attr]

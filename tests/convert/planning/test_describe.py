@@ -46,14 +46,14 @@ def test_what_is_quantised_is_described_with_a_note(key: str, source: Sources) -
     made = source()
     edit(Path(made.reference), **{key: {"bits": 4, "group_size": 64}})
     said = "it is quantised (MLX), which a conversion refuses; all figures are of the model before that"
-    for found in (inspection(made), capacity(made, "bfloat16", 1, 64, ROOM, 0.9)):
+    for found in (inspection(made), capacity(made, "bfloat16", 1, 64, ROOM)):
         assert found["notes"] == [said]
         assert said in str(found)
 
 
 def test_what_cannot_become_mla_is_told_why(source: Sources) -> None:
     made = source("hunyuan_v1_dense")
-    found = capacity(made, "bfloat16", 1, 64, ROOM, 0.9)
+    found = capacity(made, "bfloat16", 1, 64, ROOM)
     assert not any(row["kind"].startswith("MLA") for row in found["targets"])
     assert found["mla"].startswith("none: no output class carries MLA of")
     assert "\n\nMLA: none: " in str(found)
@@ -80,7 +80,7 @@ def test_a_source_with_a_latent_is_inspected(source: Sources) -> None:
 
 def test_what_each_target_takes(source: Sources) -> None:
     made = source()
-    found = capacity(made, "bfloat16", 2, 100, ROOM, 0.9)
+    found = capacity(made, "bfloat16", 2, 100, ROOM)
     assert json.loads(json.dumps(found)) == found
     first, *others = found["targets"]
     assert first["kind"] == inspection(made)["attention"]
@@ -94,44 +94,44 @@ def test_what_each_target_takes(source: Sources) -> None:
 
 
 def test_a_cache_in_another_format_says_so_and_names_what_stores_it(source: Sources) -> None:
-    found = capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int8")
+    found = capacity(source(), "bfloat16", 2, 100, ROOM, cache_dtype="int8")
     assert (found["dtype"], found["cache_dtype"]) == ("bfloat16", "int8")
     assert found["targets"][0]["kv_bytes_per_token"] == 3 * 2 * 4 * (8 + 4)
     assert [row["engines"] for row in found["targets"]] == [None] + [["transformers"]] * (len(found["targets"]) - 1)
     assert " in bfloat16 with a cache in int8, batch 2" in str(found)
-    found = capacity(source(head_dim=32), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="fp4_mx_block16")
+    found = capacity(source(head_dim=32), "bfloat16", 2, 100, ROOM, cache_dtype="fp4_mx_block16")
     assert "with a cache of SGLang 0.5.23 (--kv-cache-dtype fp4_mx_block16, not tried), batch 2" in str(found)
     kinds = [row["kind"] for row in found["targets"]]
-    in_four = [row["kind"] for row in capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")["targets"]]
+    in_four = [row["kind"] for row in capacity(source(), "bfloat16", 2, 100, ROOM, cache_dtype="int4")["targets"]]
     assert [kind for kind in in_four if kind.startswith("MLA")] != [kind for kind in kinds if kind.startswith("MLA")]
     with pytest.raises(Refusal, match="no result was run in vllm with its cache in int8") as caught:
         plan(source().reference, engine="vllm", cache_dtype="int8")
     assert "fp8" in str(caught.value.hint)
     with pytest.raises(Refusal, match="a head of 4 values cannot be cached in int4"):
-        capacity(source(head_dim=4), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")
+        capacity(source(head_dim=4), "bfloat16", 2, 100, ROOM, cache_dtype="int4")
 
 
 def test_engines_that_store_a_format_are_named_with_what_nobody_tried(source: Sources) -> None:
     made = source(hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
     for form, of_heads in (("q4_0", ["transformers", "llama.cpp"]), ("fp8", ["transformers", "vllm (not tried)"])):
-        rows = capacity(made, "bfloat16", 1, 10, ROOM, 0.9, cache_dtype=form)["targets"]
+        rows = capacity(made, "bfloat16", 1, 10, ROOM, cache_dtype=form)["targets"]
         found = {row["kind"]: row["engines"] for row in rows}
         assert (found["MHA"], found["MQA"]) == (None, of_heads)
         assert {engines[0] for kind, engines in found.items() if kind.startswith("MLA")} == {"transformers"}
-    assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9, engine_of("llama.cpp"), "q8_0")["targets"]
+    assert capacity(made, "bfloat16", 1, 10, ROOM, engine_of("llama.cpp"), "q8_0")["targets"]
     plain = source()  # heads of 8
     with pytest.raises(Refusal, match="a head of 8 values cannot be cached in q4_0: it must be a multiple of 32"):
-        capacity(plain, "bfloat16", 1, 10, ROOM, 0.9, cache_dtype="q4_0")
+        capacity(plain, "bfloat16", 1, 10, ROOM, cache_dtype="q4_0")
 
 
 def test_an_engine_sees_what_it_runs(source: Sources) -> None:
     made = source(hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
-    everything = {row["kind"]: row["engines"] for row in capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"]}
+    everything = {row["kind"]: row["engines"] for row in capacity(made, "bfloat16", 1, 10, ROOM)["targets"]}
     assert everything["MHA"] is None
     assert everything["MQA"] == ["transformers", "vllm", "llama.cpp"]
     assert "llama.cpp" not in str([engines for kind, engines in everything.items() if kind.startswith("MLA")])
     for name, latents in (("vllm", ["MLA-512+64", "MLA-448+64", "MLA-256+64"]), ("llama.cpp", [])):
-        found = capacity(made, "bfloat16", 1, 10, ROOM, 0.9, engine_of(name))
+        found = capacity(made, "bfloat16", 1, 10, ROOM, engine_of(name))
         assert [row["kind"] for row in found["targets"]] == ["MHA", "GQA-4", "GQA-2", "MQA", *latents]
         assert all(name in row["engines"] for row in found["targets"][1:])
         rows = [line for line in str(found).splitlines() if line.startswith(("| GQA", "| M"))]
@@ -187,7 +187,7 @@ def test_windows_count_at_all_positions_or_at_the_context(source: Sources, outpu
     assert facts["kv_bytes_per_token"] == (2 * 19 + 128) * row / 128 == 332
     assert (facts["kv_context"], facts["notes"]) == (128, [NOTE])
     for context in (19, 128, 1000):
-        found = capacity(made, "float32", 2, context, ROOM, 0.9)
+        found = capacity(made, "float32", 2, context, ROOM)
         assert found["targets"][0]["kv_bytes"] == 2 * (2 * min(19, context) + context) * row
         assert found["targets"][0]["kv_bytes_per_token"] * 2 * context == found["targets"][0]["kv_bytes"]
         assert ("notes" in found) == (context > 19)
@@ -231,7 +231,7 @@ def test_layers_whose_cache_does_not_grow_stay_as_they_are(source: Sources, outp
     facts = inspection(made)
     assert facts["layers_that_stay"] == {"gqa": [0, 2], "mqa": [0, 2], "mla": [0, 2]}
     assert all(kind.endswith(" in 1 of 3 layers") for kind in facts["latents_possible"])
-    kinds = [row["kind"] for row in capacity(made, "float32", 1, 1000, ROOM, 0.9)["targets"]]
+    kinds = [row["kind"] for row in capacity(made, "float32", 1, 1000, ROOM)["targets"]]
     assert kinds[:3] == ["GQA-4", "GQA-2 in 1 of 3 layers", "MQA in 1 of 3 layers"]
 
 
@@ -283,7 +283,7 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
 
 
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:
-    planned = capacity(Source.parse(str(shelf())), "float32", 1, 10, ROOM, 0.9)["targets"]
+    planned = capacity(Source.parse(str(shelf())), "float32", 1, 10, ROOM)["targets"]
     half = next(row for row in planned if row["kind"].startswith("MLA"))
     ok(convert("mla", shelf(), tmp_path / "out", "--kv-budget", "50%", "--method", "svd"))
     assert half["kind"] == read(tmp_path / "out" / "conversion.json")["kind"]

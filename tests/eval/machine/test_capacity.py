@@ -21,7 +21,7 @@ LARGE = AttentionSpec(num_layers=64, num_heads=40, num_kv_heads=40, head_dim=128
 def sized(
     spec: AttentionSpec = LARGE, parameters: int = 32 * 10**9, batch: int = 16, context: int = 2048, **changes: Any
 ) -> SimpleNamespace:
-    given = {"dtype": "bfloat16", "gpus": GPUS, "share": 0.9} | changes
+    given = {"dtype": "bfloat16", "gpus": GPUS} | changes
     return SimpleNamespace(**fit(spec, parameters, **given, batch=batch, context=context))
 
 

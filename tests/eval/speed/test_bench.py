@@ -365,4 +365,3 @@ def test_on_a_gpu_memory_is_measured(pair: Sequence[Source]) -> None:
     for entry in report["models"]:
         (row,) = entry["cases"]
         assert row["peak_bytes"] > entry["weight_bytes"] + row["cache_bytes"]
-        assert row["step_seconds"]["min"] > 0
