@@ -12,7 +12,7 @@ from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
-_COPYING = 100  # of what a head that finds every match counts, to what others count
+_COPYING = 200  # of what a head that finds every match counts, to what others count
 SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
 
 
