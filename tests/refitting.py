@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import block_of, blocks_of, inputs, measured, record
 
-from attention.forward import Heads, Jacobian, heads_of
+from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration import keys
 from convert.calibration.queries import fitted_queries
@@ -15,7 +15,7 @@ from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
 from convert.methods.latent import Allocation
-from convert.methods.statistics import Attended
+from convert.methods.statistics import _COPYING, Attended
 
 X = inputs(20, tokens=32, blocks=4)
 
@@ -45,11 +45,9 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
     return load_latent(method).factor(a, Allocation(rank, pairs), measured(X))
 
 
-def fit_of(
-    source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
-) -> keys._KeyFit:
-    result = heads_of(after, block_of(x))
-    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts, WEIGHTS.sqrt())
+def fit_of(source: Heads, after: Record, x: torch.Tensor, kind: type[keys._KeyFit] = keys._KeyFit) -> keys._KeyFit:
+    attended = dataclasses.replace(SEEN, matching=(WEIGHTS[:, 0, 0] - 1) / _COPYING)
+    return keys._fits(kind, after, [block_of(x)], [source], attended)[0]
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:

@@ -75,7 +75,6 @@ MARKS = {page.stem: () if page.stem == "guide" else pytest.mark.slow for page in
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
 def test_commands_have_the_options_that_pages_name(page: Path, desk: Path) -> None:
-    (desk / "HEALED").mkdir()
     for name, *rest in commands(page):
         main.commands[name].make_context(name, rest)
 

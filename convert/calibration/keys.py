@@ -98,7 +98,7 @@ class _KeyFit:
         every, dtype = slice(0, len(source.plain)), rough(result.inputs.device)
         found, pulls = missing(source.part(every), result.part(every), parts)
         probabilities = [grouped(rows, groups).to(dtype) for rows in found]
-        pulls = [grouped(weights * rows, groups).to(dtype) for rows in pulls]
+        pulls = [grouped(rows.mul_(weights), groups).to(dtype) for rows in pulls]
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * weights * fitted[:, tokens], groups).to(dtype) for tokens in parts]
         fit = cls(result.inputs.to(dtype), jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))

@@ -145,9 +145,9 @@ class _AttendedSums:
 
 
 def matches(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`[t, T]`, for the tokens in some `rows [t]` of a text's `ids [T]` those behind earlier places of the same two tokens."""
+    """`[t, T]`, for tokens in `rows [t]` of a text's `ids [T]`: which ones follow earlier places of its last two tokens."""
     pairs = torch.stack((ids, ids.roll(1)))
-    same = (pairs[:, rows, None] == pairs[:, None]).all(0) & (torch.arange(len(ids)).to(rows) < rows[:, None])
+    same = (pairs[:, rows, None] == pairs[:, None]).all(0) & (torch.arange(len(ids)).to(rows) < rows[:, None] - 1)
     same[:, 0] = False  # which has none before it
     return same.roll(1, 1)
 

@@ -12,7 +12,7 @@ from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
-_COPYING = 200  # of what a head that finds every match counts, to what others count
+_COPYING = 200  # times `matching`, added to the 1 that errors of every head count
 SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
 
 
@@ -31,8 +31,8 @@ class Attended:
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ].
         mean: `[E]`, E_t[x̄_t].
         sunk: `[E + 2]`, E_t[r_t (x̄_t, 1, r_t)], with r_t the attention that a sink takes; None without sinks.
-        matching: `[H]`, the share of attention that finds matches: tokens behind the place where a query's token and the one
-            before it stood earlier. Heads with much of it copy (induction heads, Olsson et al., 2022). None without text.
+        matching: `[H]`, of queries whose last two tokens stood earlier, the share of attention that is on what followed there.
+            Heads with much of it copy (induction heads, Olsson et al., 2022). None without text.
     """
 
     seen: torch.Tensor

@@ -19,11 +19,13 @@ def main() -> None:
     engine = LLM(model=model, dtype=dtype, seed=0, **backend, **json.loads(sys.argv[5]))
     prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
     asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
-    found = [result.outputs[0] for result in engine.generate(prompts, asked)]
+    results = engine.generate(prompts, asked)
+    found = [result.outputs[0] for result in results]
     steps = [
         [(token, step[token].logprob) for token, step in zip(made.token_ids, made.logprobs, strict=True)] for made in found
     ]
-    Path(sys.argv[4]).write_text(json.dumps(steps))
+    cached = sum(result.num_cached_tokens for result in results)
+    Path(sys.argv[4]).write_text(json.dumps({"steps": steps, "cached": cached}))
 
 
 if __name__ == "__main__":

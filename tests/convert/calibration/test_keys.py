@@ -12,7 +12,6 @@ from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
 from convert.calibration.keys import fitted_gains, fitted_keys
-from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import _Search
 
 
@@ -65,7 +64,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
         squared_error(source, heads_of(dataclasses.replace(after, **moved), block_of(X[0])), heads_of(after, block_of(X[0]))),
         leaf,
     )
-    fit = fit_of(source, after, X[0], len(kept), fitted_spans(4, 1, X.shape[1])[0])
+    fit = fit_of(source, after, X[0])
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -81,9 +80,8 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     by_rows, by_gain = torch.autograd.grad(
         squared_error(source, heads_of(moved, block_of(x)), heads_of(after, block_of(x))), (rows, gain)
     )
-    parts = fitted_spans(4, 1, len(x))[0]
     for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
-        found = -fit_of(source, after, x, 2, parts, kind).wanted
+        found = -fit_of(source, after, x, kind).wanted
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
@@ -103,7 +101,7 @@ def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = fit_of(heads_of(a, block_of(X[0])), a, X[0], 2, fitted_spans(4, 1, X.shape[1])[0])
+    fit = fit_of(heads_of(a, block_of(X[0])), a, X[0])
     queries_ = heads_of(a, block_of(X[0])).rope.square().mul(WEIGHTS).sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))

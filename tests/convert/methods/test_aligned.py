@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging import disguised, merge, record, repeated, with_rope
-from records import blocks_of, inputs, loss, measured, run
+from records import inputs, loss, measured, run
 
-from attention.forward import heads_of
 from convert.methods import load_latent
 from convert.methods.latent import Allocation
 
@@ -104,6 +103,6 @@ def test_heads_that_copy_lose_less(way: str) -> None:
         seen = measured(x)
         seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=found.double()))
         after = merge(way, a, 2, seen) if way == "aligned" else load_latent(way).factor(a, Allocation(6, (0, 1)), seen)
-        apart = (heads_of(after, one).logits(1) - heads_of(a, one).logits(1) for one in blocks_of(x))
-        lost.append(sum(float(logits.tril().square().sum()) for logits in apart))
+        before, after = (dataclasses.replace(one, o=one.o * torch.eye(4)[1, :, None], o_bias=None) for one in (a, after))
+        lost.append(loss(before, after, x))
     assert lost[1] < 0.5 * lost[0]
