@@ -63,7 +63,7 @@ def fitted_gains(
 def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended) -> list[F]:
     """One for each block."""
     groups, heads = 1 if isinstance(after, FactoredAttention) else len(after.k), len(sources[0].plain)
-    weights = attended.importance(heads).float().sqrt()
+    weights = attended.importance(heads, isinstance(after, FactoredAttention)).float().sqrt()
     parts = fitted_spans(heads, len(blocks), len(blocks[0]), TOKENS)
     results = (heads_of(after, x) for x in blocks)  # one at a time
     every = zip(sources, results, parts, strict=True)

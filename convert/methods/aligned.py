@@ -120,7 +120,7 @@ def merge(attention: Attention, groups: int, statistics: Statistics) -> Attentio
     k, k_sizes = expected_rows(augmented(a.k, a.k_bias), a.k_norm, moment)  # [G, D, E + 1]
     q, v = q.unflatten(0, (-1, repeats)), augmented(a.v, a.v_bias)  # [G, repeats, D, E + 1]
     o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, repeats))  # [G, repeats, E, D]
-    importance = seen.attended.importance(len(a.q)).sqrt().unflatten(0, (-1, repeats))
+    importance = seen.attended.importance(len(a.q), latent=False).sqrt().unflatten(0, (-1, repeats))
     columns, parts = (importance * o).flatten(1, 2), _parts(a, importance * q, k, seen)
     of_values = _Blocks.of(v, columns.mT @ columns, seen.attended.read_with_constant)
     queries, keys, outputs, values = [], [], [], []

@@ -99,10 +99,10 @@ def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
 @pytest.mark.parametrize("way", ["aligned", "weighted"])
 def test_heads_that_copy_lose_less(way: str) -> None:
     a, x, lost = with_rope(record(heads=4, groups=4)), inputs(10, tokens=64), []
-    for found in (torch.zeros(4), torch.tensor([0.0, 0.5, 0.0, 0.0])):
+    for found in (torch.zeros(4), torch.eye(4)[1]):
         seen = measured(x)
         seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=found.double()))
         after = merge(way, a, 2, seen) if way == "aligned" else load_latent(way).factor(a, Allocation(6, (0, 1)), seen)
         before, after = (dataclasses.replace(one, o=one.o * torch.eye(4)[1, :, None], o_bias=None) for one in (a, after))
         lost.append(loss(before, after, x))
-    assert lost[1] < 0.5 * lost[0]
+    assert lost[1] < 0.6 * lost[0]
