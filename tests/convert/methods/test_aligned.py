@@ -105,4 +105,4 @@ def test_heads_that_copy_lose_less(way: str) -> None:
         after = merge(way, a, 2, seen) if way == "aligned" else load_latent(way).factor(a, Allocation(6, (0, 1)), seen)
         before, after = (dataclasses.replace(one, o=one.o * torch.eye(4)[1, :, None], o_bias=None) for one in (a, after))
         lost.append(loss(before, after, x))
-    assert lost[1] < 0.6 * lost[0]
+    assert lost[1] < 0.7 * lost[0]
