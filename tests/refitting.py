@@ -15,7 +15,7 @@ from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
 from convert.methods.latent import Allocation
-from convert.methods.statistics import _COPYING, _IN_LATENTS, Attended
+from convert.methods.statistics import Attended
 
 X = inputs(20, tokens=32, blocks=4)
 
@@ -46,10 +46,7 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
 
 
 def fit_of(source: Heads, after: Record, x: torch.Tensor, kind: type[keys._KeyFit] = keys._KeyFit) -> keys._KeyFit:
-    attended = dataclasses.replace(
-        SEEN, matching=(WEIGHTS[:, 0, 0] - 1) / (_IN_LATENTS if isinstance(after, FactoredAttention) else _COPYING)
-    )
-    return keys._fits(kind, after, [block_of(x)], [source], attended)[0]
+    return keys._fits(kind, after, [block_of(x)], [source], WEIGHTS)[0]
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:

@@ -1,7 +1,7 @@
 """Keys fitted to the queries that meet them: min Σ_h w_h E_t Var_{s ~ p_t} (δ_ts − q̂_htᵀ R_s B x_s)² over a change B.
 
 B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
-values). δ is what the logits lack, w_h what a head counts (`Attended.importance`), q̂_ht are the rotated queries, and R_s
+values). δ is what the logits lack, w_h what a head counts (MLA: `Attended.importance`), q̂_ht are the rotated queries, and R_s
 rotates token s. A ridge holds back B: a share of Σ_ht w_h q̂² times the mean square of a channel that attention sees. Behind a
 QK-norm, R_s B is taken through the norm's derivative: one step of Gauss and Newton.
 """
@@ -37,22 +37,21 @@ def fitted_keys(
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
-    change = _solved(_fits(_KeyFit, after, blocks, sources, attended), attended.seen.float())
+    weights = attended.importance(len(sources[0].plain)).float() if isinstance(after, FactoredAttention) else torch.ones(())
+    change = _solved(_fits(_KeyFit, after, blocks, sources, weights), attended.seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
     return lambda share: replace(after, k=after.k.float() + share * change)
 
 
-def fitted_gains(
-    after: Attention, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended
-) -> Callable[[float], Attention]:
+def fitted_gains(after: Attention, blocks: Sequence[Block], sources: Sequence[Heads]) -> Callable[[float], Attention]:
     """The result with a share of the change of its key norm's gains that fits, by that share; arguments as of `fitted_keys`.
 
     A norm gives all keys one size, and these gains are what is left to set how sharply heads attend.
     """
     norm = after.k_norm
     assert norm is not None
-    fits = _fits(_GainFit, after, blocks, sources, attended)
+    fits = _fits(_GainFit, after, blocks, sources, torch.ones(()))
     power = torch.stack([fit.power() for fit in fits]).sum(0)
     power = power if len(norm.gain) > 1 else power.sum(0, keepdim=True)
     power = power.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
@@ -60,14 +59,15 @@ def fitted_gains(
     return lambda share: replace(after, k_norm=replace(norm, gain=norm.gain.float() + share * change))
 
 
-def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended) -> list[F]:
-    """One for each block."""
-    groups, heads = 1 if isinstance(after, FactoredAttention) else len(after.k), len(sources[0].plain)
-    weights = attended.importance(heads, isinstance(after, FactoredAttention)).float().sqrt()
-    parts = fitted_spans(heads, len(blocks), len(blocks[0]), TOKENS)
+def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads], weights: torch.Tensor) -> list[F]:
+    """One for each block; `weights [H, 1, 1]` say what errors of each head's logits count."""
+    groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
+    parts = fitted_spans(len(sources[0].plain), len(blocks), len(blocks[0]), TOKENS)
     results = (heads_of(after, x) for x in blocks)  # one at a time
     every = zip(sources, results, parts, strict=True)
-    return [kind.of(source, result, Jacobian.of_keys(after, result), groups, part, weights) for source, result, part in every]
+    return [
+        kind.of(source, result, Jacobian.of_keys(after, result), groups, part, weights.sqrt()) for source, result, part in every
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _KeyFit:
     def of(
         cls, source: Heads, result: Heads, jacobian: Jacobian, groups: int, parts: list[slice], weights: torch.Tensor
     ) -> Self:
-        """The problem of a block. `weights [H, 1, 1]` are those of each head's logits, in the pulls and in the queries."""
+        """The problem of a block. `weights [H, 1, 1]` are roots of those of each head's logits: pulls and queries have them."""
         every, dtype = slice(0, len(source.plain)), rough(result.inputs.device)
         found, pulls = missing(source.part(every), result.part(every), parts)
         probabilities = [grouped(rows, groups).to(dtype) for rows in found]

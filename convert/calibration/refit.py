@@ -48,7 +48,7 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
         error = search.error(after)
         after = search.closer(after, fitted_keys(after, fitted, sources, attended))
         if isinstance(after, Attention) and after.k_norm is not None and not after.k_norm.form.fixed:
-            after = search.closer(after, fitted_gains(after, fitted, sources, attended))
+            after = search.closer(after, fitted_gains(after, fitted, sources))
         after = search.closer(after, fitted_queries(before, after, fitted, sources))
         if search.error(after) > (_NORMED_GAIN if normed else _GAIN) * error:
             break

@@ -12,7 +12,7 @@ from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
-_COPYING, _IN_LATENTS = 200, 20  # times `matching`, added to the 1 that errors of every head count
+_COPYING = 20  # times `matching`, added to the 1 that errors of every head count
 SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
 
 
@@ -85,10 +85,9 @@ class Attended:
         read = read + torch.outer(self.mean, self.mean)
         return replace(self, seen=self.seen + within - self.within, within=within, read=read)
 
-    def importance(self, heads: int, latent: bool) -> torch.Tensor:
+    def importance(self, heads: int) -> torch.Tensor:
         """`[H, 1, 1]`, what squared errors of each head count: few heads copy, at few tokens, and moments hardly show them."""
-        weight = _IN_LATENTS if latent else _COPYING  # a latent is shared by all heads
-        return self.mean.new_ones(heads, 1, 1) if self.matching is None else 1 + weight * self.matching[:, None, None]
+        return self.mean.new_ones(heads, 1, 1) if self.matching is None else 1 + _COPYING * self.matching[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class RopeKeys:
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
-        weights = statistics.attended.importance(len(attention.q), latent=True)[..., 0]
+        weights = statistics.attended.importance(len(attention.q))[..., 0]
         importance = floored(weights * (power.real + power.imag), 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
@@ -198,7 +198,7 @@ def _latent(
     """
     attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
     q = augmented(a.q, a.q_bias)
-    importance = attended.importance(len(q), latent=True)
+    importance = attended.importance(len(q))
     weigh_keys, unweigh_keys = roots(importance * (q @ statistics.of_queries @ q.mT), 1e-6)
     columns = importance.sqrt() * a.o.double().permute(1, 0, 2)  # [H, E, D]
     weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)

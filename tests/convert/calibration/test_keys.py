@@ -1,6 +1,7 @@
 """Keys fitted to the queries that meet them: what is restored, and that the gradient is one."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -34,14 +35,14 @@ def test_keys_that_were_spoilt_are_restored(a: Attention, name: str) -> None:
     assert changed(fitted, spoilt) == {name}
 
 
-def squared_error(source: Heads, result: Heads, start: Heads) -> torch.Tensor:
+def squared_error(source: Heads, result: Heads, start: Heads, heads: Sequence[int] = range(4)) -> torch.Tensor:
     """½ Σ_h w_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another.
 
     A sink takes part as a token whose logit is exact: a constant that is added to all others is no constant. `start` is the
     result before its change.
     """
     total = torch.zeros(1, 1)
-    for head in range(len(source.plain)):
+    for head in heads:
         p, missing = met(source, start, head), (result.logits(head) - source.logits(head)).tril()
         total = total + 0.5 * WEIGHTS[head] * ((p * missing.square()).sum(-1) - (p * missing).sum(-1).square()).sum()
     return total.sum()
@@ -69,6 +70,15 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+def test_rope_keys_beside_a_latent_are_fitted_to_heads_that_copy() -> None:
+    a, x, lost = record(4, 1, 3, 2, 20), block_of(X[0]), []
+    after, source = latent(a, 5, (0, 1)), heads_of(a, x)
+    for matching in (None, torch.eye(4)[1].double()):
+        fitted = fitted_keys(after, [x], [source], dataclasses.replace(SEEN, matching=matching))(1.0)
+        lost.append(float(squared_error(source, heads_of(fitted, x), heads_of(after, x), [1])))
+    assert lost[1] < 0.9 * lost[0]
+
+
 @pytest.mark.parametrize("norm", ["shared", "head", "layer", "after"])
 @pytest.mark.usefixtures("in_full")
 def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> None:
@@ -93,7 +103,7 @@ def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -
     assert output_error(a, spoilt, blocks_of(X)) > 1e-4
     assert output_error(a, fitted, blocks_of(X)) < 0.3 * output_error(a, spoilt, blocks_of(X))
     dull = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain=0.8 * a.k_norm.gain))
-    restored = _Search(a, blocks_of(X)).closer(dull, fitted_gains(dull, blocks_of(X), sources(a, X), SEEN))
+    restored = _Search(a, blocks_of(X)).closer(dull, fitted_gains(dull, blocks_of(X), sources(a, X)))
     assert output_error(a, restored, blocks_of(X)) < 0.05 * output_error(a, dull, blocks_of(X))
 
 

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 from merging import disguised, merge, record, repeated, with_rope
 from records import inputs, loss, measured, run
 
-from convert.methods import load_latent
-from convert.methods.latent import Allocation
-
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @settings(max_examples=6, deadline=None)
@@ -94,15 +91,3 @@ def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
     a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
     merged = merge("aligned", a, 2)
     assert loss(a, merged) < 1e-4
-
-
-@pytest.mark.parametrize("way", ["aligned", "weighted"])
-def test_heads_that_copy_lose_less(way: str) -> None:
-    a, x, lost = with_rope(record(heads=4, groups=4)), inputs(10, tokens=64), []
-    for found in (torch.zeros(4), torch.eye(4)[1]):
-        seen = measured(x)
-        seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=found.double()))
-        after = merge(way, a, 2, seen) if way == "aligned" else load_latent(way).factor(a, Allocation(6, (0, 1)), seen)
-        before, after = (dataclasses.replace(one, o=one.o * torch.eye(4)[1, :, None], o_bias=None) for one in (a, after))
-        lost.append(loss(before, after, x))
-    assert lost[1] < 0.7 * lost[0]
