@@ -12,7 +12,6 @@ from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
-_COPYING = 20  # times `matching`, added to the 1 that errors of every head count
 SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
 
 
@@ -31,8 +30,6 @@ class Attended:
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ].
         mean: `[E]`, E_t[x̄_t].
         sunk: `[E + 2]`, E_t[r_t (x̄_t, 1, r_t)], with r_t the attention that a sink takes; None without sinks.
-        matching: `[H]`, of queries whose last two tokens stood earlier, the share of attention that is on what followed there.
-            Heads with much of it copy (induction heads, Olsson et al., 2022). None without text.
     """
 
     seen: torch.Tensor
@@ -40,7 +37,10 @@ class Attended:
     read: torch.Tensor
     mean: torch.Tensor
     sunk: torch.Tensor | None = None
-    matching: torch.Tensor | None = None
+
+    @classmethod
+    def measured(cls, seen: torch.Tensor, read: torch.Tensor, mean: torch.Tensor, sunk: torch.Tensor | None = None) -> Attended:
+        return cls(seen, seen - read, read, mean, sunk)
 
     @classmethod
     def assumed(cls, second: torch.Tensor, mean: torch.Tensor) -> Attended:
@@ -83,11 +83,7 @@ class Attended:
         """The same with both covariances shrunk as those of so many tokens, towards correlations `[E, E]`; None for none."""
         within, read = _shrunk(self.within, tokens, towards), _shrunk(self.read_covariance, tokens, towards)
         read = read + torch.outer(self.mean, self.mean)
-        return replace(self, seen=self.seen + within - self.within, within=within, read=read)
-
-    def importance(self, heads: int) -> torch.Tensor:
-        """`[H, 1, 1]`, what squared errors of each head count: few heads copy, at few tokens, and moments hardly show them."""
-        return self.mean.new_ones(heads, 1, 1) if self.matching is None else 1 + _COPYING * self.matching[:, None, None]
+        return Attended(self.seen + within - self.within, within, read, self.mean, self.sunk)
 
 
 @dataclass(frozen=True)

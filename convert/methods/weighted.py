@@ -100,7 +100,7 @@ class RopeKeys:
         z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
         moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
-        importance: `[H, L]`, λ = √(E|w_{h,l}·x|²), more of heads that copy (`Attended.importance`).
+        importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
     """
 
@@ -118,8 +118,7 @@ class RopeKeys:
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
-        weights = statistics.attended.importance(len(attention.q))[..., 0]
-        importance = floored(weights * (power.real + power.imag), 1e-12).sqrt()
+        importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
         return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, mass_of(attention, statistics))
@@ -198,9 +197,8 @@ def _latent(
     """
     attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
     q = augmented(a.q, a.q_bias)
-    importance = attended.importance(len(q))
-    weigh_keys, unweigh_keys = roots(importance * (q @ statistics.of_queries @ q.mT), 1e-6)
-    columns = importance.sqrt() * a.o.double().permute(1, 0, 2)  # [H, E, D]
+    weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
+    columns = a.o.double().permute(1, 0, 2)  # [H, E, D]
     weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
     keys, values = weigh_keys @ rest[..., :-1], weigh_values @ a.v.double()  # [H, N, E], [G, D, E]
     spread, count = root(_common(attended)), keys.shape[0] * keys.shape[1]

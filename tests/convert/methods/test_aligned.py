@@ -82,6 +82,7 @@ def test_aligned_looks_at_the_text() -> None:
     scales = torch.logspace(0, -2, 10), torch.logspace(-2, 0, 10)
     texts = [inputs(10, tokens=64) * scale for scale in scales]
     own, other = (merge("aligned", a, 2, statistics=measured(x)) for x in texts)
+
     assert loss(a, own, texts[0]) < 0.8 * loss(a, other, texts[0])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from records import blocks_of, inputs, loss, measured, record
+from records import blocks_of, inputs, measured, record
 
 from attention.forward import attention_output
 from attention.record import Attention
@@ -69,13 +69,3 @@ def test_phases_turn_as_the_sequence_does() -> None:
     for tokens, expected in ((20, short), (21, long)):
         waves = waves_at(rotary_of(a), RopeKeys.of(a, measured(inputs(20, tokens=tokens))).mass)
         torch.testing.assert_close(waves[1], torch.exp(-1j * expected))
-
-
-def test_heads_that_copy_lose_less() -> None:
-    a, x, head, lost = record(4, 1, 2, 0, 20), inputs(20, tokens=64), torch.eye(4, dtype=torch.float64)[1], []
-    for matching in (0 * head, head):
-        seen = measured(x)
-        seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=matching))
-        records = a, factor(a, Allocation(6, (0, 1)), seen)
-        lost.append(loss(*(dataclasses.replace(one, o=one.o * head.float()[:, None]) for one in records), x))
-    assert lost[1] < 0.8 * lost[0]
