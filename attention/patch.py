@@ -109,7 +109,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         `model` itself.
 
     Raises:
-        Refusal: There is no such attention, or it has changes that absorption would ignore.
+        Refusal: No module has a latent attention that can be absorbed, or one has changes that absorption would ignore.
         Failure: Some weights are not in memory.
     """
     _check_when(when)

@@ -285,7 +285,7 @@ class AttentionSpec:
                 cache; None for a token that all layers hold.
 
         Raises:
-            Refusal: There is no such format, or it does not take these sizes.
+            Refusal: The format is unknown, or does not take these sizes.
         """
         held = self._bytes(form, [1] * self.num_layers) if context is None else self.cache_bytes(form, context)
         whole, rest = divmod(held, context or 1)
@@ -300,7 +300,7 @@ class AttentionSpec:
             static: As of `tokens_held`.
 
         Raises:
-            Refusal: There is no such format, or it does not take these sizes.
+            Refusal: The format is unknown, or does not take these sizes.
         """
         return self._bytes(form, self.tokens_held(context, static))
 

@@ -76,3 +76,26 @@ def test_the_gain_is_measured_and_what_cannot_run_says_why(
     monkeypatch.setattr(benchmark, "measured", lambda row, *_: again.append(row.engine) or {"error": "again"})
     benchmark.main([*map(str, given), "--engines", "llama.cpp,transformers"])
     assert {*again} == {"llama.cpp"}, "what could not run"
+
+
+LOOP = """
+        /*0010*/                   MOV R1, c[0x0][0x28] ;
+        /*0020*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R198], desc[UR60][R194.64], P3 ;
+        /*0040*/                   STSM.16.M88.4 [R7], R24 ;
+        /*0050*/              @P0  LDS R4, [R2] ;
+        /*0060*/                   HGMMA.64x256x16.F32.BF16 R24, R184, gdesc[UR4].tnspB, R24 ;
+        /*0070*/              @!P1 BRA 0x20 ;
+        /*0080*/                   LDL R9, [R1] ;
+        /*0090*/              @P2  BRA 0x10 ;
+"""
+
+
+def test_instructions_are_counted_by_what_they_move() -> None:
+    pytest.importorskip("triton")
+    code = script("decode_code")
+    loop = code.loop_of(LOOP)
+    assert [line.split()[0].split(".")[0] for line in loop] == ["HGMMA", "LDGSTS", "STSM", "LDS", "HGMMA", "BRA"]
+    # Four warps, one warpgroup: 64 + 32 rows of 32 bytes; 16 bytes a lane; four 8 × 8 matrices a warp; 4 bytes a lane; 256 rows
+    moved = 96 * 32 + 4 * 32 * 16 + 4 * 4 * 128 + 4 * 32 * 4 + 256 * 32
+    assert code.cycles(loop, 4) == (moved / 128, 64 * (32 + 256) * 16 / 2048)

@@ -28,7 +28,7 @@ def empty_model(config: Any) -> Any:
     """The causal LM of a config in fp32: parameters on the meta device, tied as in the class, and buffers as it computes them.
 
     Raises:
-        Failure: There is no causal LM of this config.
+        Failure: transformers cannot build a causal LM from this config.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -50,7 +50,7 @@ def class_names(config: Any, stored: Collection[str]) -> dict[str, str]:
     """The names in the class of tensors that a checkpoint has under other names, and that loading changes nothing else of.
 
     Raises:
-        Failure: There is no causal LM of this config.
+        Failure: transformers cannot build a causal LM from this config.
     """
     model = empty_model(config)
     made, _ = _gathered(model, model.state_dict(), stored)

@@ -11,7 +11,7 @@ from convert.methods.text import TextUse
 
 
 def merge(a: Attention, groups: int, statistics: Statistics) -> Attention:
-    """K, V, their biases and the gains of the key norm, merged by one rule."""
+    """K, V, their biases and the gains of the key norm, averaged within each group, in fp32."""
 
     def merged(rows: torch.Tensor) -> torch.Tensor:
         return torch.stack([_mean(members.float()) for members in rows.unflatten(0, (groups, -1))])  # one fp32 copy at a time

@@ -81,7 +81,8 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
         progress: Called with the number of finished rounds.
 
     Returns:
-        `{"kvfold", "setup", "models"}`, described in docs/bench.md. Units: seconds, bytes, tokens.
+        `{"kvfold", "setup", "models"}`: machine, versions and options, and for each model and runtime its `cases`, one for each
+        batch and context. Units: seconds, bytes, tokens.
 
     Raises:
         Refusal: The settings or the configs do not allow it.

@@ -32,8 +32,16 @@ def test_values_are_rounded_as_the_engine_rounds_them(form: str, part: str) -> N
         found = rounded(VALUES, SERVED[form], part)
     torch.testing.assert_close(found @ WEIGHTS, torch.tensor(KNOWN[form, part]), rtol=0, atol=1e-4)
     assert torch.equal(rounded(VALUES[1:2], SERVED[form], part), found[1:2]), "whatever is beside it"
-    assert float((rounded(VALUES.half(), SERVED[form], part) - VALUES).norm() / VALUES.norm()) < 0.25
-    assert not rounded(torch.zeros(1, 64, dtype=torch.half), SERVED[form], part).any(), "nothing stays nothing"
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("form", SERVED)
+def test_rounding_is_near_in_any_dtype_and_leaves_nothing(form: str, part: str) -> None:
+    assert not rounded(torch.zeros(1, 64), SERVED[form], part).any()
+    for values in (VALUES.bfloat16(), 1e3 * VALUES.half(), VALUES.double()):
+        found = rounded(values, SERVED[form], part)
+        assert found.dtype == values.dtype
+        assert float((found - values).float().norm() / values.float().norm()) < 0.25
 
 
 def test_heads_of_other_sizes_are_turned_in_parts() -> None:

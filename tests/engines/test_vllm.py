@@ -26,6 +26,7 @@ pytestmark = [
 SOURCE = Path(__file__).parents[2] / "convert" / "demo" / "python-5m-mha"
 SCRIPT = Path(__file__).with_name("vllm_tokens.py")
 TOKENS = 48
+AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 CACHE = 2**30  # bytes that vLLM may use for keys and values
 # vLLM's kernel on CPUs takes no other size.
 LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank")
@@ -34,7 +35,7 @@ CALIBRATION = ("--text", TEXT, "--calibration-tokens", 8192, "--heal", 0)
 TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
 IDS = [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]]  # of models with random weights
 SHORT = {"max_model_len": 256, "enforce_eager": True}  # compiling takes a minute
-# Of requests at once, and of what they share, one pass computes 512 tokens at a time, once.
+# A pass computes 512 tokens, and a beginning that two prompts share is computed once.
 LONG = {"max_model_len": 4096, "enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
@@ -127,7 +128,7 @@ def test_other_output_classes_run_too(
 
 @pytest.mark.parametrize(("target", "dtype"), [("MQA", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")])
 def test_long_requests_that_begin_alike(target: str, dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    """Three of 4,000 tokens at once: one, one that shares 3,500 of them, and one that differs from it at position 9."""
+    """Three prompts of 4,000 tokens: the second begins with 3,500 of the first, the third has another token at position 9."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = checkpoint("llama", **sizes, max_position_embeddings=4096)
     command, *options = TARGETS[target]
@@ -136,7 +137,8 @@ def test_long_requests_that_begin_alike(target: str, dtype: str, checkpoint: Mak
     ids[1, :3500] = ids[0, :3500]
     ids[2], ids[2, 9] = ids[0], ids[0, 9] ^ 1
     cached = same_tokens(tmp_path / "out", dtype, ids.tolist(), LONG)
-    assert cached > 3000 or target != "MQA", "of latents, some of its kernels cache no prefix"
+    caches = target == "MQA" or (dtype == "bfloat16" and AMX)  # its kernel for other CPUs caches no prefix of latents
+    assert (cached > 3000) is caches
 
 
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)

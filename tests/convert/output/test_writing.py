@@ -89,9 +89,6 @@ def earlier(path: Path) -> None:
     (path / "conversion.json").write_text('{"kvfold": "", "recipe": {}}')
 
 
-# ---- what is trusted -------------------------------------------------------------------------------------------------
-
-
 def test_a_noted_shard_is_done_also_for_the_next_run(tmp_path: Path) -> None:
     work = opened(tmp_path / "out")
     assert work.recall(SHARD) is None
@@ -133,9 +130,6 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkey
     work.publish()
     assert {*before} == {SHARD, "templates", "a.jinja", "checkpoint"}
     assert after == ["out.partial", tmp_path.name]
-
-
-# ---- what is published -----------------------------------------------------------------------------------------------
 
 
 def test_an_output_appears_whole(tmp_path: Path) -> None:
@@ -334,9 +328,6 @@ def test_weights_that_change_meanwhile_are_refused(resume: bool, checkpoint: Mak
     assert make(out, models=(source,))
 
 
-# ---- what stays ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", ""])
 @pytest.mark.parametrize(
     ("ends", "error", "says", "stays"),
@@ -406,9 +397,6 @@ def test_a_damaged_directory_is_made_again(part: str, kind: str, tmp_path: Path)
         (partial_path(out) / part).symlink_to(elsewhere)
     assert make(out, resume=True)
     assert everything_in(elsewhere) == ["thesis.txt"]
-
-
-# ---- where it may be written -----------------------------------------------------------------------------------------
 
 
 def checked(out: Path, source: Path | None = None) -> list[str]:

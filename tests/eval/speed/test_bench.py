@@ -50,9 +50,6 @@ def filled(work: Workload) -> Workload:
     return work
 
 
-# ---- the clock -----------------------------------------------------------------------------------------------------
-
-
 def test_only_the_work_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now, log = [100.0], list[str]()
 
@@ -180,9 +177,6 @@ def test_logits_that_are_no_numbers_are_no_speed() -> None:
     work.check_logits("it", "float16")
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "said", "lacking"),
     [
@@ -225,9 +219,6 @@ def test_a_model_is_gone_when_its_memory_is_given_back(
         run(pair[:1], SHORT)
     assert order == ["measured", "memory"]
     assert fails or alive == [None]
-
-
-# ---- side by side --------------------------------------------------------------------------------------------------
 
 
 class FakeClock:
@@ -299,9 +290,6 @@ def test_what_cannot_be_packed_or_absorbed_runs_as_it_is(
     assert any(line.startswith(said) for line in warned())
 
 
-# ---- mistakes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -365,3 +353,4 @@ def test_on_a_gpu_memory_is_measured(pair: Sequence[Source]) -> None:
     for entry in report["models"]:
         (row,) = entry["cases"]
         assert row["peak_bytes"] > entry["weight_bytes"] + row["cache_bytes"]
+        assert row["step_seconds"]["min"] > 0
