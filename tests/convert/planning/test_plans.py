@@ -16,8 +16,6 @@ from convert.planning.budget import FORMATS, LatentBounds
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.inputs.source import Source
 
-# ---- GQA and MQA -----------------------------------------------------------------------------------------------------
-
 
 def test_a_plan_of_heads_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
     made = source()
@@ -78,14 +76,8 @@ def test_projections_that_are_clamped_are_averaged_alone(model_type: str, source
     assert grouped(source(model_type), output, method="aligned").applied_method == "aligned"
 
 
-# ---- MLA -------------------------------------------------------------------------------------------------------------
-
-
 def target(*args: Any, **size: Any) -> LatentTarget:
     return factored(*args, **size).target
-
-
-# ---- sources with KV heads -----------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
@@ -160,9 +152,6 @@ def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
 ) -> None:
     found = target(source(**WIDE), replace(output, engine="vllm"), budget=share)
     assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == size
-
-
-# ---- formats of the cache --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [None, "fp8", "int8", "int4", "int3", "int2"])
