@@ -64,7 +64,8 @@ class _Blocks:
         gram = self.gram[heads][:, :, heads].flatten(2).flatten(0, 1)
         left = fix_signs(torch.linalg.eigh((gram + gram.T) / 2).eigenvectors.flip(-1)[:, :count])
         shared = left.T @ (self.root[heads] @ self.rows[heads]).flatten(0, 1)
-        return self.inverse[heads] @ left.unflatten(0, (len(heads), count)), shared
+        back, size = _sized(self.inverse[heads] @ left.unflatten(0, (len(heads), count)))
+        return back, shared * size[:, None]
 
     def shared(self, heads: list[int], queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries `[n, repeats, N, E + 1]` for one key, and the key `[N, E + 1]`."""
@@ -101,14 +102,22 @@ class _Numbers:
         u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [L, n]
         key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
         factor = u.T / self.importance[heads]  # [n, L]: the number of head g ≈ factor_g · key
-        # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
-        size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-        key, factor = key * size[:, None], (factor / size)[:, None, :, None]
+        factor, size = _sized(factor[:, None])
+        key, factor = key * size[:, None], factor[..., None]
         if self.rotary is None:
             return queries * factor, key
         numbers = self.rotary.to_complex(queries.flatten(0, 1))[0].unflatten(0, (len(heads), -1))
         queries = self.rotary.from_complex((numbers * factor.conj()).flatten(0, 1))
         return queries.unflatten(0, (len(heads), -1)), self.rotary.from_complex(key[None])[0]
+
+
+def _sized(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors `[n, N, M]` of n heads, by shared rows `[M]`, divided by their size, and that size, which shared rows take.
+
+    These are then as large as heads are on average: nothing leaves the range of float16, and one learning rate suits all.
+    """
+    size = factors.abs().square().sum(1).mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return factors / size, size
 
 
 def merge(attention: Attention, groups: int, statistics: Statistics) -> Attention:

@@ -86,6 +86,15 @@ def test_aligned_looks_at_the_text() -> None:
     assert loss(a, own, texts[0]) < 0.8 * loss(a, other, texts[0])
 
 
+def test_what_is_merged_is_as_large_as_heads_were() -> None:
+    a = with_rope(record(heads=8, groups=4), pairs=1)
+    a = dataclasses.replace(a, o=a.o / 50, q=a.q * 50)
+    merged = merge("aligned", a, 2)
+    for name in ("q", "k", "v", "o"):  # one learning rate has to suit them all
+        before, after = (getattr(one, name).square().mean().sqrt() for one in (a, merged))
+        assert 0.4 * before < after < 2.5 * before, name
+
+
 def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
     a = record(heads=4, groups=4)
     alive = torch.tensor([1.0, 0.0, 1.0, 0.0])
