@@ -200,11 +200,8 @@ def _check_when(when: str) -> None:
 
 def _attention(model: nn.Module) -> dict[str, Any]:
     """The modules with MLA that is absorbed or can be, by name; subclasses that override `forward` are excluded."""
-    return {name: module for name, module in model.named_modules() if type(module) in STOCK or _is_own(module)}
-
-
-def _is_own(module: nn.Module) -> bool:
-    return isinstance(module, KvfoldLatentAttention) and type(module).forward is KvfoldLatentAttention.forward
+    own = KvfoldLatentAttention.forward
+    return {name: module for name, module in model.named_modules() if type(module) in STOCK or type(module).forward is own}
 
 
 def _packable(model: nn.Module) -> list[Any]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import block_of, blocks_of, inputs, measured, record
 
-from attention.forward import Heads, Jacobian, heads_of
+from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration import keys
 from convert.calibration.queries import fitted_queries
@@ -15,19 +15,20 @@ from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
 from convert.methods.latent import Allocation
-from convert.methods.statistics import Attended
+from convert.methods.statistics import IN_MERGES, Attended
 
 X = inputs(20, tokens=32, blocks=4)
 
 
 def attended(x: torch.Tensor) -> Attended:
     """Moments of `x [n, T, E]` as some attention sees it: no two of them are equal."""
-    sums = _AttendedSums(x.shape[-1], x.device)
+    sums = _AttendedSums(x.shape[-1], 4, x.device)
     for block in x:
-        sums.add(heads_of(record(2, 2, 3, 2, x.shape[-1]), block_of(block)))
-    return sums.moments()
+        sums.add(heads_of(record(2, 2, 3, 2, x.shape[-1]), block_of(block)), torch.arange(len(block)))
+    return dataclasses.replace(sums.moments(), matching=None)
 
 
+WEIGHTS = torch.tensor([1.0, 2.0, 4.0, 3.0])[:, None, None]  # of heads
 SEEN = attended(X)
 any_refit = given(
     share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
@@ -44,11 +45,9 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
     return load_latent(method).factor(a, Allocation(rank, pairs), measured(X))
 
 
-def fit_of(
-    source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
-) -> keys._KeyFit:
-    result = heads_of(after, block_of(x))
-    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts)
+def fit_of(source: Heads, after: Record, x: torch.Tensor, kind: type[keys._KeyFit] = keys._KeyFit) -> keys._KeyFit:
+    attended = dataclasses.replace(SEEN, matching=(WEIGHTS[:, 0, 0] - 1) / IN_MERGES)
+    return keys._fits(kind, after, [block_of(x)], [source], attended)[0]
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:

@@ -80,7 +80,7 @@ def records_of(model: Any) -> Callable[[int], Attention]:
     return record
 
 
-def of_blocks(count: int, context: int, width: int) -> Any:
+def of_blocks(count: int, context: int, width: int, ids: torch.Tensor | float = 0.0) -> Any:
     """As much of a stream as sums have to know."""
-    text = Blocks.whole(torch.zeros(count, context))
+    text = Blocks.whole(torch.zeros(count, context) + ids)
     return types.SimpleNamespace(text=text, width=width, device=CPU)

@@ -1,9 +1,9 @@
-"""Keys fitted to the queries that meet them: min Σ_h E_t Var_{s ~ p_t} (δ_ts − q̂_htᵀ R_s B x_s)² over a change B.
+"""Keys fitted to the queries that meet them: min Σ_h w_h E_t Var_{s ~ p_t} (δ_ts − q̂_htᵀ R_s B x_s)² over a change B.
 
 B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
-values). δ is what the logits lack, q̂_ht are the result's queries, rotated, and R_s rotates token s. A ridge holds back B:
-a share of Σ_ht q̂² times the mean square of a channel that attention sees. Behind a QK-norm, R_s B is taken through the norm's
-derivative: one step of Gauss and Newton.
+values). δ is what the logits lack, w_h how much errors of head h count (GQA: `Attended.importance`), q̂_ht are rotated queries,
+R_s rotates token s. A ridge holds back B: a share of Σ_ht w_h q̂² times the mean square of a channel that attention sees. Behind
+a QK-norm, R_s B is taken through the norm's derivative: one step of Gauss and Newton.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +16,7 @@ from attention.forward import Block, Heads, Jacobian, heads_of
 from attention.qk_norm import LinearisedNorm
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.least_squares import RIDGE, TOKENS, centred, fitted_spans, grouped, missing, ridged, solved
+from convert.methods.statistics import IN_MERGES, Attended
 from eval.machine.device import rough
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
@@ -24,7 +25,7 @@ F = TypeVar("F", bound="_KeyFit")
 
 
 def fitted_keys(
-    after: Record, blocks: Sequence[Block], sources: Sequence[Heads], seen: torch.Tensor
+    after: Record, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended
 ) -> Callable[[float], Record]:
     """The result with a share of the change of its keys that fits, by that share.
 
@@ -32,24 +33,26 @@ def fitted_keys(
         after: The result's record, whose heads are in the source's order.
         blocks: What the layer reads, fp32; of one length.
         sources: What the source's heads make of each.
-        seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
+        attended: Moments of the text as the source's attention sees it.
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
-    change = _solved(_fits(_KeyFit, after, blocks, sources), seen.float())
+    change = _solved(_fits(_KeyFit, after, blocks, sources, attended), attended.seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
     return lambda share: replace(after, k=after.k.float() + share * change)
 
 
-def fitted_gains(after: Attention, blocks: Sequence[Block], sources: Sequence[Heads]) -> Callable[[float], Attention]:
+def fitted_gains(
+    after: Attention, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended
+) -> Callable[[float], Attention]:
     """The result with a share of the change of its key norm's gains that fits, by that share; arguments as of `fitted_keys`.
 
     A norm gives all keys one size, and these gains are what is left to set how sharply heads attend.
     """
     norm = after.k_norm
     assert norm is not None
-    fits = _fits(_GainFit, after, blocks, sources)
+    fits = _fits(_GainFit, after, blocks, sources, attended)
     power = torch.stack([fit.power() for fit in fits]).sum(0)
     power = power if len(norm.gain) > 1 else power.sum(0, keepdim=True)
     power = power.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
@@ -57,13 +60,14 @@ def fitted_gains(after: Attention, blocks: Sequence[Block], sources: Sequence[He
     return lambda share: replace(after, k_norm=replace(norm, gain=norm.gain.float() + share * change))
 
 
-def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads]) -> list[F]:
+def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended) -> list[F]:
     """One for each block."""
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
+    weights = attended.importance(0 if isinstance(after, FactoredAttention) else IN_MERGES).float().sqrt()
     parts = fitted_spans(len(sources[0].plain), len(blocks), len(blocks[0]), TOKENS)
     results = (heads_of(after, x) for x in blocks)  # one at a time
     every = zip(sources, results, parts, strict=True)
-    return [kind.of(source, result, Jacobian.of_keys(after, result), groups, part) for source, result, part in every]
+    return [kind.of(source, result, Jacobian.of_keys(after, result), groups, part, weights) for source, result, part in every]
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class _KeyFit:
         x: `[T, E]`, what keys are made of.
         jacobian: Of what is between projected keys and logits: RoPE and perhaps a norm.
         spans: Tokens whose queries meet the keys.
-        queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
+        queries: `[G, n t, D']` of each span, rotated, times the scale of logits and √w.
         probabilities: `[G, n t, s]` of each span, the attention p (`missing`).
         wanted: As of `Fit`, `[G, D', E]`.
     """
@@ -87,14 +91,16 @@ class _KeyFit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, groups: int, parts: list[slice]) -> Self:
+    def of(
+        cls, source: Heads, result: Heads, jacobian: Jacobian, groups: int, parts: list[slice], weights: torch.Tensor
+    ) -> Self:
+        """The problem of a block; `weights [H, 1, 1]` or `[1, 1, 1]` are √w, which pulls and queries are multiplied by."""
         every, dtype = slice(0, len(source.plain)), rough(result.inputs.device)
-        probabilities, pulls = (
-            [grouped(rows, groups).to(dtype) for rows in part]
-            for part in missing(source.part(every), result.part(every), parts)
-        )
+        found, pulls = missing(source.part(every), result.part(every), parts)
+        probabilities = [grouped(rows, groups).to(dtype) for rows in found]
+        pulls = [grouped(rows.mul_(weights), groups).to(dtype) for rows in pulls]
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
-        queries = [grouped(result.scale * fitted[:, tokens], groups).to(dtype) for tokens in parts]
+        queries = [grouped(result.scale * weights * fitted[:, tokens], groups).to(dtype) for tokens in parts]
         fit = cls(result.inputs.to(dtype), jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
         return replace(fit, wanted=fit._gradient(pulls))
 
@@ -121,7 +127,7 @@ class _KeyFit:
         return (self.jacobian.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
 
     def power(self) -> torch.Tensor:
-        """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
+        """`[G, D']`, Σ w q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
         power = torch.stack([queries.float().square().sum(1) for queries in self.queries]).sum(0)
         first = self.jacobian.rotation.of(slice(0, 1))
         right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))

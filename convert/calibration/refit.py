@@ -46,9 +46,9 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
     normed = isinstance(after, Attention) and after.k_norm is not None
     for _ in range(0 if alone else _NORMED_ROUNDS if normed else _ROUNDS):
         error = search.error(after)
-        after = search.closer(after, fitted_keys(after, fitted, sources, attended.seen))
+        after = search.closer(after, fitted_keys(after, fitted, sources, attended))
         if isinstance(after, Attention) and after.k_norm is not None and not after.k_norm.form.fixed:
-            after = search.closer(after, fitted_gains(after, fitted, sources))
+            after = search.closer(after, fitted_gains(after, fitted, sources, attended))
         after = search.closer(after, fitted_queries(before, after, fitted, sources))
         if search.error(after) > (_NORMED_GAIN if normed else _GAIN) * error:
             break

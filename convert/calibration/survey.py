@@ -56,7 +56,7 @@ class Moments:
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
-        self._attended = _AttendedSums(width, stream.device, attention.sinks is not None) if shown else None
+        self._attended = _AttendedSums(width, len(attention.q), stream.device, attention.sinks is not None) if shown else None
 
     def see(self, x: torch.Tensor) -> None:
         """Add the next blocks, `x [b, T, E]`."""
@@ -73,8 +73,8 @@ class Moments:
         self._second += numbers.T @ numbers
         self._sum += numbers.sum(0, dtype=torch.float64)
         if self._attended:
-            for block in replace(text, rows=x).blocks:
-                self._attended.add(heads_of(self._attention, block))
+            for ids, block in zip(text.rows, replace(text, rows=x).blocks, strict=True):
+                self._attended.add(heads_of(self._attention, block), ids.to(x.device))
 
     def statistics(self) -> Statistics:
         """The statistics of everything that was seen.
@@ -112,19 +112,23 @@ def _with_constant(queries: torch.Tensor) -> torch.Tensor:
 
 
 class _AttendedSums:
-    """Sums over sampled queries and all heads."""
+    """Sums over sampled queries, and over all heads but for `matching`."""
 
-    def __init__(self, width: int, device: torch.device, sinks: bool = False) -> None:
-        self._count = 0
+    def __init__(self, width: int, heads: int, device: torch.device, sinks: bool = False) -> None:
+        self._count = self._matches = 0
+        self._matched = torch.zeros(heads, dtype=torch.float64, device=device)
         self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
         self._sunk = torch.zeros(width + 2, dtype=torch.float64, device=device) if sinks else None
 
-    def add(self, heads: Heads) -> None:
-        """Add the attention over a block."""
+    def add(self, heads: Heads, ids: torch.Tensor) -> None:
+        """Add the attention over a block of tokens `ids [T]`."""
         length = len(heads.inputs)
         rows = torch.tensor(evenly_spread(min(length, QUERIES), length), device=heads.inputs.device)
-        probabilities = heads.attention_of(rows).flatten(0, 1)  # [H t, T]
+        probabilities, found = heads.attention_of(rows), matches(ids, rows)
+        self._matched += (probabilities * found).sum((1, 2))
+        self._matches += int(found.any(1).sum())
+        probabilities = probabilities.flatten(0, 1)  # [H t, T]
         read = probabilities @ heads.inputs
         self._seen += heads.inputs.T @ (probabilities.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
@@ -136,7 +140,16 @@ class _AttendedSums:
 
     def moments(self) -> Attended:
         seen, read, mean = (part / self._count for part in (self._seen, self._read, self._mean))
-        return Attended.measured(seen, read, mean, None if self._sunk is None else self._sunk / self._count)
+        sunk = None if self._sunk is None else self._sunk / self._count
+        return Attended(seen, seen - read, read, mean, sunk, matching=self._matched / max(1, self._matches))
+
+
+def matches(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[t, T]`, for each of `rows [t]` of a text's `ids [T]`: which tokens follow earlier places of it and the one before."""
+    pairs = torch.stack((ids, ids.roll(1)))
+    same = (pairs[:, rows, None] == pairs[:, None]).all(0) & (torch.arange(len(ids)).to(rows) < rows[:, None] - 1)
+    same[:, 0] = False  # which has none before it
+    return same.roll(1, 1)
 
 
 def survey(

@@ -36,10 +36,8 @@ _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has n
 RATIO = 3  # of a rate to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
 _TRIALS = 0.2  # share of all steps that trials may take together
-# Where the search for a rate begins. Distillations of models with up to 2 billion parameters took these where they lost so many
-# nats, and those with 7 billion a quarter (docs/healing.md). Between and below, the rate follows 1 / width.
-_STARTS = ((1.0, 8e-5), (0.2, 3e-5), (0.0, 1e-5))  # of a loss in nats upwards
-_WIDTH = 2048  # of the models that these are of
+# Where the search for a rate begins, for a width of 2048: of students that lose more than 0.2 nats, and of others.
+_START, _LOW_START, _LOSING, _WIDTH = 9e-5, 1e-5, 0.2, 2048
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
 _KEPT = 9  # fp32 numbers on disk for each: it and its moments in the last checkpoint, in the best, and in the one being written
@@ -204,8 +202,7 @@ class HealPlan:
 
 def start_rate(loss: float, width: int) -> float:
     """The first learning rate for a student of this width that loses `loss` nats per token over its teacher."""
-    rate = next((rate for least, rate in _STARTS if loss > least), _STARTS[-1][1])
-    return rate * _WIDTH / width
+    return (_START if loss > _LOSING else _LOW_START) * _WIDTH / width
 
 
 def plan_heal(

@@ -6,7 +6,7 @@ key is u^H Λ Z for the top eigenvector u of Λ Z Σ_l Z^H Λ: the best rank-1 f
 were independent (Σ_l: see `rotated_moments`). Head h's query absorbs conj(u_g) / λ_g. Nope dims: the stacked M_g^½ K_g Σ_K^½,
 truncated to N dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ_V^½, truncated to D; W_O
 absorbs the rest. A bias is the weight of a constant input. Σ_K and Σ_V are moments of x as attention sees it (`Attended`),
-measured on calibration text, or assumed from the gains of the input's norm.
+measured on calibration text, or assumed from the gains of the input's norm. Heads that copy count more (`Attended.importance`).
 
 Before a QK-norm, queries cannot absorb all of that: it gives every head one size. There the same is done for queries and keys
 of expected size, gains included, and what results is divided by the gains: directions are those of the best fit, and sizes are
@@ -28,7 +28,7 @@ from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.distances import rotated_moments
 from convert.methods.grouped import GroupedMethod, merged_norm
-from convert.methods.statistics import Statistics, expected_rows
+from convert.methods.statistics import IN_MERGES, Statistics, expected_rows
 from convert.methods.text import TextUse
 
 _LEAST_GAIN = 1e-6  # of the largest: rows are not divided by less
@@ -129,7 +129,8 @@ def merge(attention: Attention, groups: int, statistics: Statistics) -> Attentio
     k, k_sizes = expected_rows(augmented(a.k, a.k_bias), a.k_norm, moment)  # [G, D, E + 1]
     q, v = q.unflatten(0, (-1, repeats)), augmented(a.v, a.v_bias)  # [G, repeats, D, E + 1]
     o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, repeats))  # [G, repeats, E, D]
-    columns, parts = o.flatten(1, 2), _parts(a, q, k, seen)
+    importance = seen.attended.importance(IN_MERGES).sqrt().expand(len(a.q), 1, 1).unflatten(0, (-1, repeats))
+    columns, parts = (importance * o).flatten(1, 2), _parts(a, importance * q, k, seen)
     of_values = _Blocks.of(v, columns.mT @ columns, seen.attended.read_with_constant)
     queries, keys, outputs, values = [], [], [], []
     for heads in torch.arange(a.num_kv_heads).view(groups, -1).tolist():

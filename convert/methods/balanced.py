@@ -39,12 +39,13 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     Args:
         a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart. If
             its `rounding` has classes of channels, it has no such norm.
-        statistics: Of the layer's input. Its sample shows which errors count; without one, all queries and heads count alike.
+        statistics: Of the layer's input. Its sample shows which errors count; without one, all count alike.
     """
     if a.gain is not None:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
-    sample = statistics.sample
-    errors = _Errors.assumed(a, statistics) if sample is None else _Errors.measured(a, sample.spread(EXCERPT))
+    sample, ones = statistics.sample, a.o.new_ones(len(a.up_k), dtype=torch.float64)
+    nope, rope = torch.eye(a.up_k.shape[1]).to(ones).expand(len(ones), -1, -1), ones[:, None].expand(-1, len(a.k_rope))
+    errors = _Errors(nope, rope, ones) if sample is None else _Errors.measured(a, sample.spread(EXCERPT))
     a = _balanced_rope_key(a, statistics, errors)
     second, of_keys, of_values = _moments(a, statistics, errors)
     read = of_keys + of_values
@@ -107,17 +108,6 @@ class _Errors:
                 parts.append(((nope * weights).mT @ nope, (rope.square() * weights).sum(1), p_squared.sum((1, 2))))
         count = len(sample.rows) * len(queries)
         return cls(*(torch.stack(part).double().sum(0) / count for part in zip(*parts, strict=True)))
-
-    @classmethod
-    def assumed(cls, a: FactoredAttention, statistics: Statistics) -> "_Errors":
-        """Without a text: all queries and heads count alike, and all keys as much as all values."""
-        nope, rope = augmented(_from_input(a, a.q_nope), a.q_nope_bias), augmented(_from_input(a, a.q_rope), a.q_rope_bias)
-        moment = statistics.of_queries.to(nope)
-        found = cls(nope @ moment @ nope.mT, ((rope @ moment) * rope).sum(-1), nope.new_ones(len(nope)))
-        second, of_keys, of_values = _moments(a, statistics, found)
-        seen_keys, seen_values = float((of_keys * second).sum()), float((of_values * second).sum())
-        share = seen_keys / seen_values if seen_keys > 0 and seen_values > 0 else 1.0
-        return replace(found, values=found.values * share)
 
 
 def _balanced_rope_key(a: FactoredAttention, statistics: Statistics, errors: _Errors) -> FactoredAttention:
@@ -200,15 +190,12 @@ def _by_pair(rotary: Rotary, energies: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
-    """`[heads, D]`, by which rounding keys costs least, and their root mean square is one.
+    """`[heads, D]`, by which rounding keys costs least, and their root mean square is one; from mean squares of keys
+    `[heads, D]`, and of the queries that read them, added, each times what its errors count.
 
     With factors f, energies C of keys and M of queries, rounding to steps of s costs s² Σ M / f². A group's step is its range.
     That is more than the 2-norm of what its dims are (their energy) and less than the ∞-norm (the largest); the 4-norm stands
     for it here: s² = (Σ f⁴ C²)^½. The product of both is least at f⁶ = M / C².
-
-    Args:
-        of_keys: `[heads, D]`, their mean squares.
-        of_queries: `[heads, D]`, those of the queries that read them, added, each times what its errors count.
     """
     least = torch.finfo(torch.float64).tiny
     factors = of_queries.clamp_min(least) ** (1 / 6) / of_keys.clamp_min(least) ** (1 / 3)
@@ -241,11 +228,6 @@ def _moments(a: FactoredAttention, statistics: Statistics, errors: _Errors) -> t
     columns = a.o.double().permute(1, 0, 2)
     of_values = errors.values[:, None, None] * (up_v.mT @ (columns.mT @ columns) @ up_v)
     return second, (up_k.mT @ errors.nope @ up_k).sum(0), of_values.sum(0)
-
-
-def _from_input(a: FactoredAttention, queries: torch.Tensor) -> torch.Tensor:
-    """Queries `[H, n, E]`, fp64, as maps of what the layer reads, also where they read a latent."""
-    return queries.double() if a.q_down is None else queries.double() @ a.q_down.double()
 
 
 def _coordinates(second: torch.Tensor, read: torch.Tensor, classes: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:

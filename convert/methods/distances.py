@@ -78,7 +78,9 @@ def attention_by_distance(attention: Attention, blocks: Sequence[Block]) -> torc
     longest = max(block.positions[-1] for block in blocks) + 1
     total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].x.device)
     for block in blocks:
-        heads, parts = heads_of(attention, block.float()), _straight(block.positions)
+        jumps = [token for token, (a, b) in enumerate(pairwise(block.positions), 1) if b != a + 1]
+        parts = [range(a, b) for a, b in pairwise([0, *jumps, len(block.positions)])]  # within which positions do not skip
+        heads = heads_of(attention, block.float())
         for tokens in [slice(part.start + own.start, part.start + own.stop) for part in parts for own in spans(len(part))]:
             keys = [slice(part.start, min(part.stop, tokens.stop)) for part in parts if part.start < tokens.stop]
             nearest = [block.positions[tokens.start] - block.positions[part.stop - 1] for part in keys]
@@ -89,12 +91,6 @@ def attention_by_distance(attention: Attention, blocks: Sequence[Block]) -> torc
                     sums, begin = _diagonals(probabilities[:, part]), max(first, 0)  # negative distances are of the future
                     total[head, begin : first + len(sums)] += sums[begin - first :]
     return total
-
-
-def _straight(positions: Sequence[int]) -> list[range]:
-    """The tokens within which positions do not skip."""
-    jumps = [token for token, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
-    return [range(a, b) for a, b in pairwise([0, *jumps, len(positions)])]
 
 
 def _diagonals(probabilities: torch.Tensor) -> torch.Tensor:

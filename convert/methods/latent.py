@@ -135,11 +135,7 @@ def _rest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows `[n, E]` of all nope keys, and the map from them to keys, `[G, D, n]`.
 
-    Args:
-        rotary: Of the record.
-        nope: `[G, N, E]`, the source's nope dims.
-        components: `[m, E]` complex.
-        spread: `[G, D/2, m]` complex, the coefficient of each component in each complex number of each KV head.
+    `nope [G, N, E]` is the source's; `spread [G, D/2, m]` are coefficients of complex `components [m, E]` in numbers of heads.
     """
     groups, count = nope.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its coefficient s.

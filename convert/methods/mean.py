@@ -14,15 +14,12 @@ def merge(a: Attention, groups: int, statistics: Statistics) -> Attention:
     """K, V, their biases and the gains of the key norm, averaged within each group, in fp32."""
 
     def merged(rows: torch.Tensor) -> torch.Tensor:
-        return torch.stack([_mean(members.float()) for members in rows.unflatten(0, (groups, -1))])  # one fp32 copy at a time
+        parts = (members.float() for members in rows.unflatten(0, (groups, -1)))  # one fp32 copy at a time
+        # Relative to the first member, so that equal members give exactly the same head whatever their number.
+        return torch.stack([members[0] + (members - members[0]).mean(0) for members in parts])
 
     k_bias, v_bias = (None if bias is None else merged(bias) for bias in (a.k_bias, a.v_bias))
     return replace(a, k=merged(a.k), v=merged(a.v), k_bias=k_bias, v_bias=v_bias, k_norm=merged_norm(a.k_norm, merged))
-
-
-def _mean(members: torch.Tensor) -> torch.Tensor:
-    # Relative to the first member, so that equal members give exactly the same head whatever their number.
-    return members[0] + (members - members[0]).mean(0)
 
 
 METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", TextUse.IGNORED, merge)

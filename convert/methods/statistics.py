@@ -13,11 +13,12 @@ from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
 SURVEYED = 2 * EXCERPT  # of the sample that a survey keeps: few rows hold far distances
+IN_MERGES = 200  # the weight of errors of a head that always copies, beside the 1 of every head, where heads are merged
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Moments of a layer's input as its attention sees them, fp64, averaged over queries t and heads.
+    """Moments of a layer's input as its attention sees them, fp64, averaged over queries t and (but for `matching`) heads.
 
     With p_t the attention of query t and x̄_t = E_{s ~ p_t}[x_s], what its head reads: to second order a change Δk of keys costs
     ½ E_t Var_{s ~ p_t}(q_tᵀ Δk_s), and a change Δv of values E_t |W_O E_{s ~ p_t}[Δv_s]|². So nope keys are weighed by the
@@ -30,6 +31,8 @@ class Attended:
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ].
         mean: `[E]`, E_t[x̄_t].
         sunk: `[E + 2]`, E_t[r_t (x̄_t, 1, r_t)], with r_t the attention that a sink takes; None without sinks.
+        matching: `[H]`, of queries whose last two tokens stood earlier, the share of attention that is on what followed there.
+            Heads with much of it copy (induction heads, Olsson et al., 2022). None without text.
     """
 
     seen: torch.Tensor
@@ -37,10 +40,7 @@ class Attended:
     read: torch.Tensor
     mean: torch.Tensor
     sunk: torch.Tensor | None = None
-
-    @classmethod
-    def measured(cls, seen: torch.Tensor, read: torch.Tensor, mean: torch.Tensor, sunk: torch.Tensor | None = None) -> Attended:
-        return cls(seen, seen - read, read, mean, sunk)
+    matching: torch.Tensor | None = None
 
     @classmethod
     def assumed(cls, second: torch.Tensor, mean: torch.Tensor) -> Attended:
@@ -83,7 +83,12 @@ class Attended:
         """The same with both covariances shrunk as those of so many tokens, towards correlations `[E, E]`; None for none."""
         within, read = _shrunk(self.within, tokens, towards), _shrunk(self.read_covariance, tokens, towards)
         read = read + torch.outer(self.mean, self.mean)
-        return Attended(self.seen + within - self.within, within, read, self.mean, self.sunk)
+        return replace(self, seen=self.seen + within - self.within, within=within, read=read)
+
+    def importance(self, weight: float | torch.Tensor) -> torch.Tensor:
+        """How much squared errors of heads count, `[H, 1, 1]`: 1 + weight · `matching`; `[1, 1, 1]` where that is None."""
+        found = self.mean.new_zeros(1) if self.matching is None else weight * self.matching
+        return 1 + found[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ for it is its mean over the distances at which head h attends, φ_{h,l} (z_{h,l}
 Nope keys share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and values by
 Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax, and the mean
 of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
-[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace. Keys
-and values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
-`_BALANCES` with the least error of attention outputs on a sample of the text, found downhill from the middle.
+[α M_h^½ K_h ; (Σ_h w_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace.
+Heads that copy have a w_h above 1 where their values would be lost (`_values`). Keys and values are then regressed on the
+latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in `_BALANCES` with the least error of attention
+outputs on a sample of the text.
 
 Without text, inputs follow from the gains of their norm, attention falls off as one over the distance, and κ is 1.
 
-Cost per layer: L eigendecompositions of G × G, a Cholesky factorisation of E × E, and for each κ tried one eigendecomposition
-of E × E, one QR of (H + G) D × R and the attention of the sample.
+Cost per layer: L eigendecompositions of G × G, a Cholesky factorisation of E × E, an eigendecomposition of E × E for w, and for
+each κ another one, a QR of (H + G) D × R and the attention of the sample.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from convert.methods.statistics import EXCERPT, Attended, Statistics
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_OF_COPIES = 50  # the weight of errors of a head that always copies, and whose values would be lost
 _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exact
 
 
@@ -55,20 +57,7 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     sample = statistics.sample.spread(EXCERPT)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
-
-    def tried(index: int) -> tuple[float, FactoredAttention]:
-        result = factored(_BALANCES[index])
-        return float((attention_output(result, trial) - expected).square().sum()), result
-
-    index = len(_BALANCES) // 2  # errors have one valley
-    best = tried(index)
-    for step in (1, -1):
-        start = index
-        while 0 <= index + step < len(_BALANCES) and (further := tried(index + step))[0] < best[0]:
-            index, best = index + step, further
-        if index != start:
-            break
-    return best[1]
+    return min(map(factored, _BALANCES), key=lambda result: float((attention_output(result, trial) - expected).square().sum()))
 
 
 def rotating(attention: Attention, statistics: Statistics) -> Callable[[Sequence[int]], FactoredAttention]:
@@ -186,24 +175,16 @@ class RopeKeys:
 def _latent(
     a: Attention, allocation: Allocation, rope: RopePart, rest: torch.Tensor, statistics: Statistics
 ) -> tuple[Callable[[float], FactoredAttention], bool]:
-    """Maps κ to the latent attention, and whether there are both keys and values to balance.
-
-    Args:
-        a: The record.
-        allocation: What the layer is converted to.
-        rope: Its rotary part.
-        rest: Its nope keys, `[H, N, E + 1]`.
-        statistics: Of the layer's input.
-    """
+    """Maps κ to the latent attention with nope keys `rest [H, N, E + 1]`, and whether both keys and values are to balance."""
     attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
     q = augmented(a.q, a.q_bias)
     weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
-    columns = a.o.double().permute(1, 0, 2)  # [H, E, D]
-    weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
-    keys, values = weigh_keys @ rest[..., :-1], weigh_values @ a.v.double()  # [H, N, E], [G, D, E]
-    spread, count = root(_common(attended)), keys.shape[0] * keys.shape[1]
-    images = keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread
-    grams = images[0].T @ images[0], images[1].T @ images[1]
+    keys, spread = weigh_keys @ rest[..., :-1], root(_common(attended))  # [H, N, E]
+    of_keys = keys.flatten(0, 1) @ spread
+    gram, count = of_keys.T @ of_keys, len(of_keys)
+    values, unweigh_values = _values(a, attended, spread, gram, allocation.rank)
+    images = of_keys, values.flatten(0, 1) @ spread
+    grams = gram, images[1].T @ images[1]
     competing = bool(grams[0].diagonal().sum() > 0 and grams[1].diagonal().sum() > 0)
 
     def factored(balance: float) -> FactoredAttention:
@@ -221,6 +202,31 @@ def _latent(
         return latent_attention(a, allocation, rope, down.float(), up_k.float(), up_v.float(), _output_bias(a, constant))
 
     return factored, competing
+
+
+def _values(
+    a: Attention, attended: Attended, spread: torch.Tensor, of_keys: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values `[G, D, E]`, weighted by what their errors cost outputs, and what undoes the weights `[G, D, D]`.
+
+    Heads that copy read something new at few tokens, and moments hardly show it. A latent that keys and values share half and
+    half says what the values of each KV head lose, and errors of its query heads count more by that share.
+    """
+    repeats, columns = len(a.q) // len(a.v), a.o.double().permute(1, 0, 2)  # [H, E, D]
+
+    def weighted(importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weigh, unweigh = roots((importance * columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
+        return weigh @ a.v.double(), unweigh
+
+    values, unweigh = weighted(columns.new_ones(()))
+    if attended.matching is None:
+        return values, unweigh
+    images, least = values @ spread, torch.finfo(values.dtype).tiny  # [G, D, E]
+    of_values = images.flatten(0, 1).T @ images.flatten(0, 1)
+    keys, values = (gram / gram.trace().clamp_min(least) for gram in (of_keys, of_values))
+    kept = images @ leading(keys + values, rank)
+    lost = 1 - kept.square().sum((1, 2)) / images.square().sum((1, 2)).clamp_min(least)
+    return weighted(attended.importance(_OF_COPIES * lost.repeat_interleave(repeats)))
 
 
 def _common(attended: Attended) -> torch.Tensor:

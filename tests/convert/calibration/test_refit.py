@@ -71,14 +71,10 @@ def test_sums_of_many_rounded_products_are_not_rounded(part: Any, monkeypatch: p
     """Of 600 spans; summed in bfloat16, these are off by 3 to 9 %."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 1)
     a, x, lacking = record(4, 1, 2, 0, 20), random(600, 20, seed=3), random(600, 20, seed=7)
-    after, spans, found = merged(a, 2), fitted_spans(4, 1, 600)[0], []
+    after, spans, found, source = merged(a, 2), fitted_spans(4, 1, 600)[0], [], heads_of(a, block_of(x))
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(part, "rough", lambda device, dtype=dtype: dtype)
-        fit: Any = (
-            fit_of(heads_of(a, block_of(x)), after, x, 2, spans)
-            if part is keys
-            else values._ValueFit.of(after, block_of(x), lacking, spans)
-        )
+        fit: Any = fit_of(source, after, x) if part is keys else values._ValueFit.of(after, block_of(x), lacking, spans)
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):
         assert float((rounded - exact).norm() / exact.norm()) < 0.01
@@ -146,6 +142,6 @@ def test_keys_are_weighed_as_attention_sees_tokens_and_values_as_it_reads_them(m
         monkeypatch.setattr(refit, name, noting(name, getattr(refit, name)))
     a = record(4, 1, 3, 2, 20)
     refitted(a, merged(a, 2), Blocks.whole(X), SEEN)
-    assert torch.equal(given["fitted_keys"], SEEN.seen)
+    assert torch.equal(given["fitted_keys"].seen, SEEN.seen)
     assert torch.equal(given["fitted_values"], SEEN.read)
     assert not torch.allclose(SEEN.seen, SEEN.read)

@@ -44,9 +44,6 @@ def unloaded(stream: LayerStream) -> bool:
     return all(parameter.device.type == "meta" for parameter in stream._model.parameters())
 
 
-# ---- what layers see -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", rows([*CHANGED, *PLAIN], [*CHANGED, *FAST]))
 def test_layers_see_what_they_see_in_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", 36)  # 7 blocks of 12 as 3, 3 and 1
@@ -115,9 +112,6 @@ def test_blocks_see_nothing_of_each_other_in_whatever_batches_they_run(tmp_path:
     assert stream.select(3, [6, 0]).hidden.shape == (2, 12, 64)
 
 
-# ---- any checkpoint --------------------------------------------------------------------------------------------------
-
-
 def test_what_a_checkpoint_keeps_as_buffers_counts(tmp_path: Path) -> None:
     model, blocks = model_of("apertus"), tokens(7, 12)
     for layer in model.model.layers:
@@ -160,9 +154,6 @@ def test_an_open_layer_runs_with_whatever_attention_it_is_given(model_type: str,
     stream.advance(0, attended=lambda batch, inputs, added: attended.append(added))
     torch.testing.assert_close(read @ weights["model.layers.0.self_attn.o_proj.weight"].T, attended[0])
     assert unloaded(stream)
-
-
-# ---- what is in memory and on disk -----------------------------------------------------------------------------------
 
 
 def test_one_layers_weights_are_in_memory_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:

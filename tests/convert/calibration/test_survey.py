@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from records import inputs, measured
+from records import blocks_of, inputs, measured
 from records import record as random_record
 from streams import WINDOWS, InMemory, model_of, of_blocks, records_of, seen_by, stream_of
 from tiny_mla import tokens
 
 from attention.errors import Failure
+from attention.forward import heads_of
 from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
-from convert.calibration.survey import Moments, survey
+from convert.calibration.survey import Moments, matches, survey
 from convert.methods.statistics import Attended, Statistics
 from eval.inputs.sealed import Shelf
 
@@ -45,8 +46,8 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
                 read, rest = probabilities @ block[seen], 1 - probabilities.sum()
                 sunk.append(rest * torch.cat((read, torch.stack((torch.ones_like(rest), rest)))))
                 found.append((block[seen].T @ (probabilities[:, None] * block[seen]), torch.outer(read, read), read))
-    moments = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
-    return Attended.measured(*moments, None if a.sinks is None else torch.stack(sunk).mean(0))
+    seen, read, mean = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
+    return Attended(seen, seen - read, read, mean, None if a.sinks is None else torch.stack(sunk).mean(0))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,17 @@ def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:
     of_constant = attended(a, torch.nn.functional.pad(x, (0, 1), value=1))
     for name in ("seen", "within", "read"):
         torch.testing.assert_close(getattr(found, f"{name}_with_constant"), getattr(of_constant, name), rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_attend_behind_earlier_places_of_the_same_two_tokens_copy() -> None:
+    ids = torch.tensor([1, 2, 3, 9, 1, 2, 5, 1, 2, 2])
+    assert matches(ids, torch.arange(10)).nonzero().tolist() == [[5, 2], [8, 2], [8, 6]]
+    a, x = random_record(2, 2, pairs=2, nope=3, width=8), inputs(8, tokens=10, blocks=2)
+    moments = Moments(0, of_blocks(2, 10, 8, ids), a)
+    moments.see(x)
+    found = [heads_of(a, block).attention_of(torch.tensor([5, 8])) for block in blocks_of(x)]
+    expected = sum(p[:, 0, 2] + p[:, 1, 2] + p[:, 1, 6] for p in found) / 4
+    torch.testing.assert_close(moments.statistics().attended.matching, expected.double())
 
 
 def test_a_few_queries_speak_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,6 @@ def agreed(path: Path, renamed: dict[str, str] | None = None) -> ClassTensors:
     return found
 
 
-# ---- every family ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", rows(FAMILIES, [*REPRESENTATIVES, "deepseek_v3"]))
 def test_intact_checkpoints(model_type: str, checkpoint: Make) -> None:
     found = agreed(checkpoint(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
@@ -126,9 +123,6 @@ def test_experts(model_type: str, checkpoint: Make) -> None:
     assert sorted(found.unexpected) == sorted(deeper)
 
 
-# ---- other checkpoints -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_checkpoints_of_the_model_without_its_head(model_type: str, tmp_path: Path) -> None:
     """As GPT-2 was first published: without a prefix, and with causal masks that nothing reads any more."""
@@ -156,9 +150,6 @@ def test_one_tensor_for_several_parameters(tmp_path: Path) -> None:
     found = agreed(tmp_path)
     converted = {name: found.sources(name) for name in found.names if found.is_converted(name)}
     assert len(set(converted.values())) < len(converted)
-
-
-# ---- without reading -------------------------------------------------------------------------------------------------
 
 
 def test_no_weights_are_read_and_only_what_is_asked_for_is_made(checkpoint: Make) -> None:

@@ -44,8 +44,6 @@ from eval.quality.lockstep import measured_bytes_per_token
 FAMILY = FAMILIES["deepseek_v3"]
 RANKS = [*range(2, 66), *range(66, 2049, 13), 128, 256, 448, 512, 1024, 2048]  # a checksum pins the constants of all
 
-# ---- the latent norm -------------------------------------------------------------------------------------------------
-
 
 def normalised(values: torch.Tensor, rank: int, dtype: torch.dtype, stored: torch.dtype) -> torch.Tensor:
     """`values` through the stock norm beside the constants of `rank`, arithmetic in `dtype`, weights kept in `stored`.
@@ -120,9 +118,6 @@ def test_constants_are_what_converted_checkpoints_hold() -> None:
     for rank in range(1, 2049):
         written.update(struct.pack(f"<{len(constants(rank))}d", *constants(rank)))
     assert written.hexdigest() == "35d94243cd3f1ab4a0258aba0ed7ec513b09009370b830aa469a8ee828e58f1c"
-
-
-# ---- split and join --------------------------------------------------------------------------------------------------
 
 
 def sized(
@@ -238,9 +233,6 @@ def test_a_norm_that_does_something_is_told_from_one_that_does_nothing(what: str
 
 
 YARN = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
-
-
-# ---- what the config says --------------------------------------------------------------------------------------------
 
 
 def test_a_config_is_described_by_its_latent() -> None:

@@ -99,7 +99,7 @@ def test_rates_are_tried_where_a_fifth_of_the_steps_suffices(results: Results, p
     assert (enough.most_rates, planned(results("mla"), tokens=16 * 3000, **given).most_rates) == (3, 6)
     lora = planned(results("mla"), tokens=16 * 149, train="lora", **given)
     assert (lora.lora_rank, lora.rates(0.5)) == (16, [10 * middle])
-    assert [start_rate(loss, 2048) for loss in (1.1, 0.3, 0.1, -0.1)] == [8e-5, 3e-5, 1e-5, 1e-5]
+    assert [start_rate(loss, 2048) for loss in (1.1, 0.3, 0.1, -0.1)] == [9e-5, 9e-5, 1e-5, 1e-5]
 
 
 def test_the_format_is_that_of_the_conversion_unless_another_is_given(

@@ -27,8 +27,6 @@ from convert.hosts import Host
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.latent import DEEPSEEK, PORTABLE, ladder_ratio, rope_parameters
 
-# ---- frequencies -----------------------------------------------------------------------------------------------------
-
 
 def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
     """What goes into the config, and what the stock class makes of it."""

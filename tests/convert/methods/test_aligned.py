@@ -9,6 +9,11 @@ from hypothesis import strategies as st
 from merging import disguised, merge, record, repeated, with_rope
 from records import inputs, loss, measured, run
 
+from attention.record import Attention
+from convert.methods import load_latent
+from convert.methods.latent import Allocation
+from convert.methods.statistics import Statistics
+
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @settings(max_examples=6, deadline=None)
@@ -82,7 +87,6 @@ def test_aligned_looks_at_the_text() -> None:
     scales = torch.logspace(0, -2, 10), torch.logspace(-2, 0, 10)
     texts = [inputs(10, tokens=64) * scale for scale in scales]
     own, other = (merge("aligned", a, 2, statistics=measured(x)) for x in texts)
-
     assert loss(a, own, texts[0]) < 0.8 * loss(a, other, texts[0])
 
 
@@ -101,3 +105,30 @@ def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
     a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
     merged = merge("aligned", a, 2)
     assert loss(a, merged) < 1e-4
+
+
+def lost(way: str, a: Attention, copies: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is lost of W_O W_V of each head `[H]`, and by `aligned` of W_Qᵀ W_K, where one head copies, or none does."""
+    matching, seen = torch.zeros(4, dtype=torch.float64), Statistics.assumed(10)
+    if copies is not None:
+        matching[copies] = 1
+    seen = dataclasses.replace(seen, attended=dataclasses.replace(seen.attended, matching=matching))
+    if way == "aligned":
+        after = merge(way, a, 2, seen)
+        values, logits = after.v.repeat_interleave(2, 0), after.q.mT @ after.k.repeat_interleave(2, 0) - a.q.mT @ a.k
+    else:
+        after = load_latent(way).factor(a, Allocation(6, (0,)), seen)
+        values, logits = after.up_v @ after.down, torch.ones(4, 1, 1)
+    outputs = after.o.permute(1, 0, 2) @ values - a.o.permute(1, 0, 2) @ a.v
+    return outputs.norm(dim=(1, 2)), logits.norm(dim=(1, 2))
+
+
+def test_heads_that_copy_lose_less() -> None:
+    a = with_rope(record(heads=4, groups=4), pairs=1)
+    (values, logits), (of_copying, logits_of_copying) = lost("aligned", a, None), lost("aligned", a, 1)
+    assert of_copying[1] < 0.8 * values[1]
+    assert logits_of_copying[1] < 0.8 * logits[1]
+    small = dataclasses.replace(a, v=a.v * torch.tensor([1, 0.2, 1, 1])[:, None, None])  # a latent would lose its values
+    assert lost("weighted", small, 1)[0][1] < 0.8 * lost("weighted", small, None)[0][1]
+    large = dataclasses.replace(a, v=a.v * torch.tensor([0.1, 10, 0.1, 0.1])[:, None, None])  # these are kept anyway
+    torch.testing.assert_close(lost("weighted", large, 1), lost("weighted", large, None), rtol=0.02, atol=0)

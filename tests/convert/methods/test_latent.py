@@ -34,8 +34,6 @@ from convert.methods.latent import Allocation, sized
 from convert.methods.statistics import Statistics
 from convert.methods.weighted import RopeKeys
 
-# ---- full size -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("method", LATENT)
 @settings(max_examples=20, deadline=None)
@@ -129,9 +127,6 @@ def test_heads_that_are_turned_copies_need_one_component_each(
     assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
-# ---- less than full size ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", LATENT)
 def test_a_true_rank_is_found_and_less_than_that_loses(method: str) -> None:
     a, kept = record(groups=4, nope=2, width=30), every_pair(record(groups=4, nope=2))
@@ -158,9 +153,6 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen == sorted(losses_seen, reverse=True)
         assert losses_seen[0] > 0.05
         assert losses_seen[-1] < 1e-5
-
-
-# ---- of one key at each frequency ------------------------------------------------------------------------------------
 
 
 def one_key(pairs: int) -> Attention:
@@ -205,9 +197,6 @@ def test_fewer_rotary_dims_lose_what_not_rotating_loses_and_nothing_else(method:
     assert lost == sorted(lost, reverse=True)
     assert lost[-2] > 1e-3
     assert lost[-1] < 1e-5
-
-
-# ---- whatever comes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
