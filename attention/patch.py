@@ -200,8 +200,11 @@ def _check_when(when: str) -> None:
 
 def _attention(model: nn.Module) -> dict[str, Any]:
     """The modules with MLA that is absorbed or can be, by name; subclasses that override `forward` are excluded."""
-    own = KvfoldLatentAttention.forward
-    return {name: module for name, module in model.named_modules() if type(module) in STOCK or type(module).forward is own}
+    return {name: module for name, module in model.named_modules() if type(module) in STOCK or _is_own(module)}
+
+
+def _is_own(module: nn.Module) -> bool:
+    return isinstance(module, KvfoldLatentAttention) and type(module).forward is KvfoldLatentAttention.forward
 
 
 def _packable(model: nn.Module) -> list[Any]:

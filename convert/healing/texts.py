@@ -106,8 +106,8 @@ class TrainingText:
         """
         each, orders = -(-count // len(self.parts)), list[torch.Tensor]()
         for part in self.parts:
-            turns = [part[_shuffled(len(part), seed, turn)] for turn in range(-(-each // len(part)))]
-            orders.append(torch.cat(turns)[:each])
+            turns = (torch.Generator().manual_seed(seed * 1_000_003 + turn) for turn in range(-(-each // len(part))))
+            orders.append(torch.cat([part[torch.randperm(len(part), generator=turn)] for turn in turns])[:each])
         return torch.stack(orders, 1).flatten()[:count]
 
     def passes(self, steps: int, size: int) -> float:
@@ -122,10 +122,6 @@ def held_out(blocks: int, context: int, wanted: int) -> int:
     """
     found = min(blocks * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context)
     return max(1, found, min(-(-_LEAST_HELD_OUT // context), blocks // _SPARED))
-
-
-def _shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + turn))
 
 
 @dataclass(frozen=True)

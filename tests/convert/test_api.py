@@ -50,9 +50,6 @@ class Listener:
         return [(stage, total, unit) for stage, _, total, unit in (self.told[i] for i in begun)]
 
 
-# ---- what a conversion returns ---------------------------------------------------------------------------------------
-
-
 def test_a_conversion_says_what_it_was(
     shelf: Make, tmp_path: Path, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,9 +145,6 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-# ---- sweep, plan, inspect --------------------------------------------------------------------------------------------
-
-
 def test_a_sweep_returns_its_plans_and_report(
     shelf: Make, letters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,8 +189,6 @@ def test_facts_are_numbers_for_programs_and_a_table_for_people(
         with pytest.raises(Refusal, match="it must be at least"):
             plan(source, **changes)
 
-
-# ---- the command line is a shell -------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, tuple[Any, str, type, list[str]]] = {  # the function, its options, and arguments without which none runs
     "gqa": (api, "gqa", options.Gqa, ["MODEL", "OUTPUT", "--groups", "2"]),

@@ -35,9 +35,6 @@ def unread(checkpoint: Make) -> Path:
     return source
 
 
-# ---- what commands print ---------------------------------------------------------------------------------------------
-
-
 def test_gqa_prints_what_it_did_on_stdout_alone(finished: Find, convert: Convert) -> None:
     made = finished("heads")
     assert made.stdout.splitlines() == [
@@ -109,9 +106,6 @@ def test_eval_and_bench_print_their_reports(finished: Find, convert: Convert, te
     again = convert("bench", made.source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
     assert again.stdout.startswith("| batch | context | model ")
     assert f"report: {out / 'bench.json'}" in again.stderr
-
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,9 +194,6 @@ def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_
         assert "Traceback" not in result.output
         steering = [line for line in result.output.split("\n") if not line.isprintable()]
         assert steering == [], arguments
-
-
-# ---- help ----------------------------------------------------------------------------------------------------------
 
 
 NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]

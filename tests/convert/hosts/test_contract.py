@@ -70,8 +70,6 @@ def made(shelf: Make, convert: Convert, spoken: str, tmp_path_factory: pytest.Te
     return make
 
 
-# ---- fewer KV heads --------------------------------------------------------------------------------------------------
-
 SWITCHED = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
 FIT = ("--class", "kvfold", "--text", "TEXT", "--heal", 0, "--calibration-tokens", 384, "--calibration-context", 48)
 
@@ -176,8 +174,6 @@ def test_as_many_groups_as_heads_copies_every_bit(model_type: str, shelf: Make, 
     is_a_copy(tmp_path / "out", source)
     assert config_of(tmp_path / "out") == config_of(source)
 
-
-# ---- a latent --------------------------------------------------------------------------------------------------------
 
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
@@ -308,8 +304,6 @@ def test_other_blocks_are_refused(host: Host) -> None:
             target = family.spec.grouped(1) if host in ONE_KIND else family.spec.latent(16, 8)
             assert f"{name} does not have " in str(host.refuses(family, target))
 
-
-# ---- without kvfold --------------------------------------------------------------------------------------------------
 
 RUN = """
 import json

@@ -14,8 +14,6 @@ from convert.families import FAMILIES
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.sharing import BIGCODE, PHI
 
-# ---- Phi -------------------------------------------------------------------------------------------------------------
-
 
 def test_a_config_says_what_the_source_does() -> None:
     config = tiny_config(
@@ -71,9 +69,6 @@ def test_kvfolds_class_is_built_around_it() -> None:
     assert (found["dtype"], found["qkv_bias"], found["scaling"], found["rope_pairs"]) == ("bfloat16", False, 8**-0.5, [0, 1])
     assert found["text_config"]["model_type"] == "phi"
     assert not {"architectures", "dtype", "n_head"} & found["text_config"].keys()
-
-
-# ---- GPTBigCode ------------------------------------------------------------------------------------------------------
 
 
 def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from attention.record import Attention
 from convert.methods import load_latent
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+from convert.methods.weighted import _values
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -128,7 +129,14 @@ def test_heads_that_copy_lose_less() -> None:
     (values, logits), (of_copying, logits_of_copying) = lost("aligned", a, None), lost("aligned", a, 1)
     assert of_copying[1] < 0.8 * values[1]
     assert logits_of_copying[1] < 0.8 * logits[1]
-    small = dataclasses.replace(a, v=a.v * torch.tensor([1, 0.2, 1, 1])[:, None, None])  # a latent would lose its values
-    assert lost("weighted", small, 1)[0][1] < 0.8 * lost("weighted", small, None)[0][1]
-    large = dataclasses.replace(a, v=a.v * torch.tensor([0.1, 10, 0.1, 0.1])[:, None, None])  # these are kept anyway
-    torch.testing.assert_close(lost("weighted", large, 1), lost("weighted", large, None), rtol=0.02, atol=0)
+    assert lost("weighted", a, 1)[0][1] < 0.8 * lost("weighted", a, None)[0][1]
+
+
+def test_heads_whose_values_a_latent_loses_count_more() -> None:
+    v, o = torch.tensor([3.0, 1.0, 2.0])[:, None, None] * torch.eye(3)[:, None], torch.eye(3)[:, :, None]
+    a = dataclasses.replace(record(heads=3, groups=3), q=torch.ones(3, 1, 3), v=v, o=o)
+    attended = dataclasses.replace(Statistics.assumed(3).attended, matching=torch.tensor([1, 0.5, 0], dtype=torch.float64))
+    eye = torch.eye(3, dtype=torch.float64)
+    values, unweigh = _values(a, attended, eye, 0 * eye, 1)  # of rank 1: the first ones are kept, the others lost
+    torch.testing.assert_close(values.square(), (v.double().square() * torch.tensor([1.0, 26.0, 1.0])[:, None, None]))
+    torch.testing.assert_close(unweigh @ values, v.double())
