@@ -237,13 +237,7 @@ def own_text(
 
 
 class _Writer:
-    """Writes batches of rows.
-
-    Args:
-        model: A causal LM of transformers.
-        voice: How its texts begin and end.
-        length: Tokens of the longest row.
-    """
+    """Writes batches of rows of at most `length` tokens by a causal LM of transformers; `voice` says how they begin and end."""
 
     def __init__(self, model: Any, voice: Voice, length: int) -> None:
         self._model, self._voice = model, voice

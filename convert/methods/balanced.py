@@ -39,13 +39,12 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     Args:
         a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart. If
             its `rounding` has classes of channels, it has no such norm.
-        statistics: Of the layer's input. Its sample shows which errors count; without one, all count alike.
+        statistics: Of the layer's input. Its sample shows which errors count; without one, all queries and heads count alike.
     """
     if a.gain is not None:
         a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
-    sample, ones = statistics.sample, a.o.new_ones(len(a.up_k), dtype=torch.float64)
-    nope, rope = torch.eye(a.up_k.shape[1]).to(ones).expand(len(ones), -1, -1), ones[:, None].expand(-1, len(a.k_rope))
-    errors = _Errors(nope, rope, ones) if sample is None else _Errors.measured(a, sample.spread(EXCERPT))
+    sample = statistics.sample
+    errors = _Errors.assumed(a, statistics) if sample is None else _Errors.measured(a, sample.spread(EXCERPT))
     a = _balanced_rope_key(a, statistics, errors)
     second, of_keys, of_values = _moments(a, statistics, errors)
     read = of_keys + of_values
@@ -108,6 +107,18 @@ class _Errors:
                 parts.append(((nope * weights).mT @ nope, (rope.square() * weights).sum(1), p_squared.sum((1, 2))))
         count = len(sample.rows) * len(queries)
         return cls(*(torch.stack(part).double().sum(0) / count for part in zip(*parts, strict=True)))
+
+    @classmethod
+    def assumed(cls, a: FactoredAttention, statistics: Statistics) -> "_Errors":
+        """Without a text: all queries and heads count alike, and all keys as much as all values."""
+        down, moment = torch.eye(a.q_nope.shape[2]) if a.q_down is None else a.q_down, statistics.of_queries.double()
+        nope, rope = (part.double() @ down.to(moment) for part in (a.q_nope, a.q_rope))
+        nope, rope = augmented(nope, a.q_nope_bias), augmented(rope, a.q_rope_bias)
+        found = cls(nope @ moment @ nope.mT, ((rope @ moment) * rope).sum(-1), nope.new_ones(len(nope)))
+        second, of_keys, of_values = _moments(a, statistics, found)
+        seen_keys, seen_values = float((of_keys * second).sum()), float((of_values * second).sum())
+        share = seen_keys / seen_values if seen_keys > 0 and seen_values > 0 else 1.0
+        return replace(found, values=found.values * share)
 
 
 def _balanced_rope_key(a: FactoredAttention, statistics: Statistics, errors: _Errors) -> FactoredAttention:

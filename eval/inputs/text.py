@@ -258,12 +258,8 @@ def _encoded(text: str, tokenizer: Any, fast: bool) -> tuple[list[int], list[int
 def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: list[int], sure: int) -> tuple[int, int] | None:
     """Behind how many tokens of each the second piece takes over; None where they never agree for long enough.
 
-    Args:
-        ids: Of the first piece.
-        starts: Where they begin, counted from the start of the second piece.
-        after: Of the second one.
-        after_starts: Where these begin.
-        sure: Of what both share, the characters that are far enough from the end.
+    `ids` of the first piece begin at `starts`, and `after` of the second at `after_starts`, both counted from the start of the
+    second; `sure` characters of what both share are far enough from the end.
     """
     places = list(zip(starts, ids, strict=True))
     others = [place for place in zip(after_starts, after, strict=True) if place[0] < sure]
