@@ -2,8 +2,8 @@
 
 B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
 values). δ is what the logits lack, w_h how much errors of head h count (GQA: `Attended.importance`), q̂_ht are rotated queries,
-R_s rotates token s. A ridge holds back B: a share of Σ_ht w_h q̂² times the mean square of a channel that attention sees. Behind
-a QK-norm, R_s B is taken through the norm's derivative: one step of Gauss and Newton.
+and R_s rotates token s. A ridge holds back B: a share of Σ_ht w_h q̂² times the mean square of a channel that attention sees.
+Behind a QK-norm, R_s B is taken through the norm's derivative: one step of Gauss and Newton.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -62,8 +62,8 @@ def fitted_gains(
 
 def _fits(kind: type[F], after: Record, blocks: Sequence[Block], sources: Sequence[Heads], attended: Attended) -> list[F]:
     """One for each block."""
-    groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
-    weights = attended.importance(0 if isinstance(after, FactoredAttention) else IN_MERGES).float().sqrt()
+    groups, weight = (1, 0) if isinstance(after, FactoredAttention) else (len(after.k), IN_MERGES)  # over latents, all alike
+    weights = attended.importance(weight).float().sqrt()
     parts = fitted_spans(len(sources[0].plain), len(blocks), len(blocks[0]), TOKENS)
     results = (heads_of(after, x) for x in blocks)  # one at a time
     every = zip(sources, results, parts, strict=True)

@@ -112,7 +112,7 @@ def _with_constant(queries: torch.Tensor) -> torch.Tensor:
 
 
 class _AttendedSums:
-    """Sums over sampled queries, and over all heads but for `matching`."""
+    """Sums over sampled queries and all heads; `matching` is apart for each head."""
 
     def __init__(self, width: int, heads: int, device: torch.device, sinks: bool = False) -> None:
         self._count = self._matches = 0

@@ -36,8 +36,9 @@ _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has n
 RATIO = 3  # of a rate to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
 _TRIALS = 0.2  # share of all steps that trials may take together
-# Where the search for a rate begins, for a width of 2048: of students that lose more than 0.2 nats, and of others.
-_START, _LOW_START, _LOSING, _WIDTH = 9e-5, 1e-5, 0.2, 2048
+# Where the search for a rate begins, for a width of 2048 (docs/notes/fits.md); the rate follows 1 / width.
+_START, _LOW_START = 9e-5, 1e-5  # of students that lose more than `_LOSING` nats, and of others
+_LOSING, _WIDTH = 0.2, 2048
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
 _KEPT = 9  # fp32 numbers on disk for each: it and its moments in the last checkpoint, in the best, and in the one being written

@@ -112,9 +112,9 @@ class _Numbers:
 
 
 def _sized(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors `[n, N, M]` of n heads, by shared rows `[M]`, divided by their size, and that size, which shared rows take.
+    """Factors `[n, N, M]`, which make rows of n heads of M shared rows, divided by their size; and that size, `[M]`.
 
-    These are then as large as heads are on average: nothing leaves the range of float16, and one learning rate suits all.
+    Shared rows times that size are as large as heads: nothing leaves the range of float16, and one learning rate suits all.
     """
     size = factors.abs().square().sum(1).mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return factors / size, size

@@ -111,8 +111,8 @@ class _Errors:
     @classmethod
     def assumed(cls, a: FactoredAttention, statistics: Statistics) -> "_Errors":
         """Without a text: all queries and heads count alike, and all keys as much as all values."""
-        down, moment = torch.eye(a.q_nope.shape[2]) if a.q_down is None else a.q_down, statistics.of_queries.double()
-        nope, rope = (part.double() @ down.to(moment) for part in (a.q_nope, a.q_rope))
+        parts, moment = (a.q_nope.double(), a.q_rope.double()), statistics.of_queries.to(a.q_nope.device)
+        nope, rope = parts if a.q_down is None else (part @ a.q_down.double() for part in parts)
         nope, rope = augmented(nope, a.q_nope_bias), augmented(rope, a.q_rope_bias)
         found = cls(nope @ moment @ nope.mT, ((rope @ moment) * rope).sum(-1), nope.new_ones(len(nope)))
         second, of_keys, of_values = _moments(a, statistics, found)
@@ -201,12 +201,12 @@ def _by_pair(rotary: Rotary, energies: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(of_keys: torch.Tensor, of_queries: torch.Tensor) -> torch.Tensor:
-    """`[heads, D]`, by which rounding keys costs least, and their root mean square is one; from mean squares of keys
-    `[heads, D]`, and of the queries that read them, added, each times what its errors count.
+    """The factors `[heads, D]` with which rounding keys costs least and their root mean square is one.
 
-    With factors f, energies C of keys and M of queries, rounding to steps of s costs s² Σ M / f². A group's step is its range.
-    That is more than the 2-norm of what its dims are (their energy) and less than the ∞-norm (the largest); the 4-norm stands
-    for it here: s² = (Σ f⁴ C²)^½. The product of both is least at f⁶ = M / C².
+    Arguments are energies `[heads, D]`: C of keys, and M of the queries that read them, added, each times what its errors cost.
+    With factors f, rounding to steps of s costs s² Σ M / f². A group's step is its range. That is more than the 2-norm of what
+    its dims are (their energy) and less than the ∞-norm (the largest); the 4-norm stands for it here:
+    s² = (Σ f⁴ C²)^½. The product of both is least at f⁶ = M / C².
     """
     least = torch.finfo(torch.float64).tiny
     factors = of_queries.clamp_min(least) ** (1 / 6) / of_keys.clamp_min(least) ** (1 / 3)

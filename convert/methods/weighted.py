@@ -175,7 +175,7 @@ class RopeKeys:
 def _latent(
     a: Attention, allocation: Allocation, rope: RopePart, rest: torch.Tensor, statistics: Statistics
 ) -> tuple[Callable[[float], FactoredAttention], bool]:
-    """Maps κ to the latent attention with nope keys `rest [H, N, E + 1]`, and whether both keys and values are to balance."""
+    """Maps κ to the latent attention with nope keys `rest [H, N, E + 1]`, and whether it has keys and values to balance."""
     attended, (groups, dim), repeats = statistics.attended, a.v.shape[:2], a.q.shape[0] // a.num_kv_heads
     q = augmented(a.q, a.q_bias)
     weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
@@ -209,8 +209,8 @@ def _values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values `[G, D, E]`, weighted by what their errors cost outputs, and what undoes the weights `[G, D, D]`.
 
-    Heads that copy read something new at few tokens, and moments hardly show it. A latent that keys and values share half and
-    half says what the values of each KV head lose, and errors of its query heads count more by that share.
+    Heads that copy read something new at few tokens, and moments hardly show it. So their errors count more, by the share of
+    their values that a latent loses where keys, whose Gram matrix is `of_keys [E, E]`, and values have equal energy.
     """
     repeats, columns = len(a.q) // len(a.v), a.o.double().permute(1, 0, 2)  # [H, E, D]
 
@@ -223,8 +223,8 @@ def _values(
         return values, unweigh
     images, least = values @ spread, torch.finfo(values.dtype).tiny  # [G, D, E]
     of_values = images.flatten(0, 1).T @ images.flatten(0, 1)
-    keys, values = (gram / gram.trace().clamp_min(least) for gram in (of_keys, of_values))
-    kept = images @ leading(keys + values, rank)
+    of_keys, of_values = (gram / gram.trace().clamp_min(least) for gram in (of_keys, of_values))
+    kept = images @ leading(of_keys + of_values, rank)
     lost = 1 - kept.square().sum((1, 2)) / images.square().sum((1, 2)).clamp_min(least)
     return weighted(attended.importance(_OF_COPIES * lost.repeat_interleave(repeats)))
 
