@@ -18,6 +18,7 @@ from attention.encoding import rounded
 from attention.errors import Refusal
 from attention.formats import FORMATS
 from attention.kernels import torch_decode
+from attention.patch import pad_values
 from attention.spec import AttentionSpec
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ BUILT = ROOT / ".venv-engines" / "llama.cpp"
 LOGITS = BUILT / "logits"
 SOURCE = ROOT / "convert" / "demo" / "python-5m-mha"
 TEXT = argparse.__file__  # Python code that does not change with this repository
-IDS = torch.randint(4, 90, (4000,), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(4, 90, (16000,), generator=torch.Generator().manual_seed(0))
 SHORT = IDS[:200]
 PORTABLE = ("mla", "--kv-lora-rank", 48, "--qk-rope-head-dim", 16, "--portable", "--text", TEXT, "--calibration-tokens", 4096)
 FOR_LLAMA_CPP = ("--engine", "llama.cpp")
@@ -75,7 +76,7 @@ def found_in(model: Path, settings: str, ids: torch.Tensor = SHORT) -> torch.Ten
 
 def expected_of(model: Path, form: str = "float32", ids: torch.Tensor = SHORT) -> torch.Tensor:
     """The log-probabilities of transformers, over a cache in that format."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded = pad_values(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     with torch.inference_mode():
         return store_encoded(loaded, form)(ids[None]).logits[0].log_softmax(-1)
 
@@ -106,7 +107,7 @@ def test_portable_results_of_other_shapes_run_too(
 @pytest.mark.parametrize("target", [("mqa", "--no-text"), PORTABLE], ids=["MQA", "portable"])
 def test_long_prompts_are_read_in_parts(target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     command, *options = target
-    source = checkpoint(head_dim=32, num_hidden_layers=2, max_position_embeddings=4096)
+    source = checkpoint(head_dim=32, num_hidden_layers=2, max_position_embeddings=16384)
     ok(convert(command, source, tmp_path / "out", *options, *FOR_LLAMA_CPP))
     same_logits(tmp_path / "out", ids=IDS)
 

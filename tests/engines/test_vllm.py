@@ -16,6 +16,7 @@ from transformers import Qwen2Tokenizer
 from written import Convert, Make, edit, ok
 
 from attention.models.vllm import LATENT_PROVEN, PROVEN
+from attention.patch import pad_values
 from attention.spec import dtype_bytes
 
 pytestmark = [
@@ -36,7 +37,7 @@ TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATEN
 IDS = [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]]  # of models with random weights
 SHORT = {"max_model_len": 256, "enforce_eager": True}  # compiling takes a minute
 # A pass computes 512 tokens, and a beginning that two prompts share is computed once.
-LONG = {"max_model_len": 4096, "enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
+LONG = {"max_model_len": 16384, "enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
 
@@ -59,7 +60,7 @@ def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) ->
     """The log-probabilities `[T, V]` that transformers gives at the same tokens."""
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    made = pad_values(AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval())  # for long prompts
     tokens = [token for token, _ in steps]
     with torch.inference_mode():
         return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
@@ -92,14 +93,17 @@ def prompts_of(model: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [("MQA", "float32"), ("GQA-4", "float32"), *(("MLA-512+64", dtype) for dtype in ("float32", "bfloat16", "float16"))],
 )
-def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Convert, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers(target: str, dtype: str, processes: int, convert: Convert, tmp_path: Path) -> None:
+    """Also by tensor parallelism, in which every process caches the one KV head, or the latent."""
     command, *options = TARGETS[target]
     ok(convert(command, SOURCE, tmp_path / "out", *options))
-    same_tokens(tmp_path / "out", dtype, prompts_of(tmp_path / "out"))
+    options_of_vllm = SHORT | {"tensor_parallel_size": processes}
+    same_tokens(tmp_path / "out", dtype, prompts_of(tmp_path / "out"), options_of_vllm)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +132,17 @@ def test_other_output_classes_run_too(
 
 @pytest.mark.parametrize(("target", "dtype"), [("MQA", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")])
 def test_long_requests_that_begin_alike(target: str, dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    """Three prompts of 4,000 tokens: the second begins with 3,500 of the first, the third has another token at position 9."""
+    """Three prompts of 16,000 tokens: the second begins with 15,500 of the first, the third has another token at position 9."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-    source = checkpoint("llama", **sizes, max_position_embeddings=4096)
+    source = checkpoint("llama", **sizes, max_position_embeddings=16384)
     command, *options = TARGETS[target]
     ok(convert(command, source, tmp_path / "out", *options, *CALIBRATION, "--engine", "vllm"))
-    ids = torch.randint(4, 90, (3, 4000), generator=torch.Generator().manual_seed(0))
-    ids[1, :3500] = ids[0, :3500]
+    ids = torch.randint(4, 90, (3, 16000), generator=torch.Generator().manual_seed(0))
+    ids[1, :15500] = ids[0, :15500]
     ids[2], ids[2, 9] = ids[0], ids[0, 9] ^ 1
     cached = same_tokens(tmp_path / "out", dtype, ids.tolist(), LONG)
     caches = target == "MQA" or (dtype == "bfloat16" and AMX)  # its kernel for other CPUs caches no prefix of latents
-    assert (cached > 3000) is caches
+    assert (cached > 15000) is caches
 
 
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--engine", "llama.cpp"))], ids=str)

@@ -59,7 +59,7 @@ def test_vllm_finds_it_and_may_load_it_twice(monkeypatch: pytest.MonkeyPatch) ->
     assert latents == [True, False]
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.320.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.320.0", "1.0"])
 def test_other_versions_are_named_and_nothing_is_registered(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
