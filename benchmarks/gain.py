@@ -141,7 +141,7 @@ def in_vllm(path: Path, _: str, case: Case, given: argparse.Namespace) -> tuple[
     """By vLLM's CPU build, in an environment of its own."""
     sizes = [str(size) for size in (case.prompt, case.batch, STEPS)]
     said = _run([given.environment / "bin" / "python", Path(__file__).with_name("gain_vllm.py"), path, *sizes])
-    prompt, decode = json.loads(said.splitlines()[-1])
+    prompt, decode = json.loads(next(line for line in said.splitlines() if line.startswith("[")))  # it logs there, too
     return prompt, decode
 
 

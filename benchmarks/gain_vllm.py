@@ -1,4 +1,4 @@
-"""What vLLM's CPU build reaches, for gain.py: MODEL CONTEXT BATCH STEPS; the last line that it prints is [prompt, decode].
+"""What vLLM's CPU build reaches, for gain.py: MODEL CONTEXT BATCH STEPS; one line that it prints is [prompt, decode].
 
 Prompts differ, and are read once for their time. Their blocks then stay in the prefix cache, so that decoding is timed alone:
 what one token takes is subtracted from what 1 + STEPS tokens take.
@@ -15,10 +15,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def main() -> None:
+    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
     model, (context, batch, steps) = sys.argv[1], map(int, sys.argv[2:])
-    engine = LLM(model=model, dtype="bfloat16", max_model_len=context + steps + 1, enable_prefix_caching=True, seed=0)
+    settings = {"dtype": "bfloat16", "max_model_len": context + steps + 1, "enable_prefix_caching": True, "seed": 0}
+    eager = (AutoConfig.from_pretrained(model).rope_parameters or {}).get("rope_type") == "longrope"  # it does not compile that
+    engine = LLM(model=model, enforce_eager=eager, **settings)
     words = engine.get_tokenizer().vocab_size
     prompts = [{"prompt_token_ids": random.choices(range(words), k=context)} for _ in range(batch)]
 

@@ -293,7 +293,7 @@ def loading_of(host: Host, family: Family, spec: AttentionSpec) -> dict[str, Any
             {
                 "name": f"{engine.name}, if it runs the source" if own else engine.name,
                 "objection": objection,
-                "command": engine.serve.format(path="path/to/this/directory"),
+                "command": engine.serve.format(path="path/to/this/directory", eager=" --enforce-eager" * host.eager),
             }
             for engine, objection in objections.items()
         ],

@@ -30,7 +30,7 @@ _TOKENS = 20_000_000  # to train on
 PARTS = ("attention", "all", "lora")
 _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
 _STEPS = 1000  # with the default batch, if it is within these tokens
-_MOST_PER_STEP = 65536
+_LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; where all are few, more steps of shorter blocks heal more
 _AT_ONCE = 4096  # tokens of a forward pass
 _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has no other ones around it
 RATIO = 3  # of a rate to the one below
@@ -246,10 +246,12 @@ def plan_heal(
             hint="load it with transformers, and save it with save_pretrained, as safetensors",
         )
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
+    tokens = options.tokens or _TOKENS
+    if options.context is None and family.skips:
+        context = min(context, max(_LEAST_BLOCK, tokens // _STEPS))
     spec, model = family.spec, empty_model(converted.config)
     names = named(model, family, spec.changed, options.train)
     held = held_parameters(model, Reader(converted.files), names)
-    tokens = options.tokens or _TOKENS
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     before = converted.calibrated
     limit = before.positions if before else source.max_positions

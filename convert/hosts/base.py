@@ -32,6 +32,7 @@ class Host(ABC):
             behind them.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.portable_norm`), its frequencies are one geometric ladder, and its head is never tied.
+        eager: Whether vLLM starts only with --enforce-eager: it does not compile transformers' LongRoPE.
         keeps_sinks: Whether its heads can have sinks (`attention.record.Attention`).
     """
 
@@ -45,6 +46,7 @@ class Host(ABC):
     families: Collection[str]
     code: tuple[Path, ...] = ()
     portable: bool = False
+    eager: bool = False
     keeps_sinks: bool = False
 
     def reads_projections(self, family: Family) -> bool:

@@ -34,7 +34,8 @@ class Engine:
 
     Attributes:
         name: As on the command line.
-        serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
+        serve: The command that serves a checkpoint, with `{path}` for its directory and `{eager}` for `Host.eager`;
+            "" if it is a library.
         latents: The sizes (R, P) of a latent and its RoPE key that its latent attention takes; empty for any.
         plain_queries: Beside a latent of keys and values, queries must have one too, except in models of so many layers, whose
             queries must have none. None if it runs either.
@@ -58,7 +59,7 @@ class Engine:
             return reason
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         if spec.kv_lora_rank and self.latents and size not in self.latents:
-            return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
+            return f"{self.name} takes latents of {_listed(self.latents)}, not of {size[0]}+{size[1]}"
         return None
 
     def kept_objection(self, spec: AttentionSpec) -> str | None:
@@ -86,7 +87,7 @@ class Engine:
         within = [size for size in self.latents if sum(size) <= values]
         if not within:
             raise Refusal(
-                f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, and the budget leaves {values} numbers per "
+                f"{self.name} takes latents of {_listed(self.latents)}, and the budget leaves {values} numbers per "
                 "layer and token"
             )
         return max(within)
@@ -99,7 +100,7 @@ ENGINES = {
         Engine("transformers", caches=tuple(CacheOption(name, f'attention.load(…, cache_dtype="{name}")') for name in _PACKED)),
         Engine(
             "vllm",
-            "vllm serve {path}",
+            "vllm serve {path}{eager}",
             latents=((256, 64), (448, 64), (512, 64)),
             caches=tuple(
                 CacheOption(name, f"--kv-cache-dtype {name}", tried=False)
@@ -138,10 +139,6 @@ def engine_of(name: str | None) -> Engine | None:
     raise Refusal(f"no engine {name!r} is known", hint=f"choose {', '.join(ENGINES)}, or leave it out")
 
 
-def _listed(sizes: Iterable[str]) -> str:
-    *others, last = sizes
+def _listed(sizes: Iterable[tuple[int, int]]) -> str:
+    *others, last = (f"{rank}+{rope}" for rank, rope in sizes)
     return f"{', '.join(others)} or {last}"
-
-
-def _sum(size: tuple[int | None, int]) -> str:
-    return f"{size[0]}+{size[1]}"

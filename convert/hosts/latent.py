@@ -39,7 +39,7 @@ class DeepseekV3(StockClass):
         "and of llama with --engine llama.cpp also llama.cpp"
     )
     # Engines' own classes would drop the biases.
-    architecture = TRANSFORMERS
+    architecture, eager = TRANSFORMERS, True
     carried = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
         "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
@@ -195,7 +195,7 @@ class Portable(DeepseekV3):
     name = "portable deepseek_v3"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and engines run it as they run DeepSeek-V3 without experts."
     remarks = (EXPANDS,)
-    portable = True
+    portable, eager = True, False
 
     def layout(self, family: Family) -> Family:
         return V3

@@ -157,14 +157,19 @@ def test_its_own_deepseek_class_runs_portable_results(
     same_tokens(tmp_path / "out", "float32", IDS)
 
 
-def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert, tmp_path: Path) -> None:
-    """As transformers saves it. That class would drop the biases."""
+@pytest.mark.parametrize(
+    ("changed", "eager", "message"),
+    [({"architectures": ["DeepseekV3ForCausalLM"]}, True, "ZeroDivisionError"), ({}, False, "Data-dependent branching")],
+    ids=["saved again", "compiled"],
+)
+def test_some_latents_do_not_start(changed: Any, eager: bool, message: str, convert: Convert, tmp_path: Path) -> None:
+    """As transformers saves them, for a class that would drop the biases; and compiled, where RoPE may depend on the length."""
     command, *options = LATENT
     ok(convert(command, SOURCE, tmp_path / "out", *options))
-    renamed = edit(tmp_path / "out", architectures=["DeepseekV3ForCausalLM"])
-    done = served(renamed, "float32", prompts_of(renamed))
+    made = edit(tmp_path / "out", **changed)
+    done = served(made, "float32", prompts_of(made), SHORT | {"enforce_eager": eager})
     assert done.returncode != 0
-    assert "ZeroDivisionError" in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("model_type", "groups"), [*((name, 2) for name in PROVEN), ("qwen3", 1)])

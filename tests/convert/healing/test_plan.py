@@ -90,6 +90,14 @@ def test_pickled_weights_and_stacked_experts(shelf: Callable[..., Path], planned
         planned(tmp_path / "mqa")
 
 
+def test_blocks_are_as_long_as_a_step(shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path) -> None:
+    mqa(shelf(max_position_embeddings=4096), tmp_path / "mqa", method="mean")
+    lengths = [
+        planned(tmp_path / "mqa", text=None, tokens=tokens, context=None).context for tokens in (1000, 700_000, 10_000_000)
+    ]
+    assert lengths == [512, 700, 2048]
+
+
 def test_rates_are_tried_where_a_fifth_of_the_steps_suffices(results: Results, planned: Callable[..., Any]) -> None:
     given = {"lr": "auto", "batch_tokens": 16}
     few, enough = (planned(results("mla"), tokens=16 * steps, **given) for steps in (149, 150))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
-from plans import grouped
+from plans import TEXT, factored, grouped
 from written import Convert, Find, Make, ok
 
 from convert.execute.describe import loading_of
@@ -80,6 +80,14 @@ def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int
     assert "`--kv-cache-dtype turboquant_3bit_nc` (not tried)." in of_vllm
     stored = "q8_0 with `-fa on -ctk q8_0 -ctv q8_0`, or in q4_0 with `-fa on -ctk q4_0 -ctv q4_0`."
     assert (f"llama.cpp stores the cache in {stored}" in remarks) == blocks
+
+
+def test_the_card_has_vllm_start_without_compiling_where_it_cannot(shelf: Make) -> None:
+    for portable, option in ((False, " --enforce-eager"), (True, "")):
+        size = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "portable": portable}
+        plan = factored(Source.parse(str(shelf())), Output(Path("out")), "weighted", TEXT, **size)
+        vllm, *_ = loading_of(plan.target.host, plan.family, plan.target.spec)["engines"]
+        assert vllm["command"] == f"vllm serve path/to/this/directory{option}"
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,6 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     assert "weights_only" not in str(error.value), "torch advises to run it"
 
 
-# ---- indices that name what they may not -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "file",
     ["../two.safetensors", "{}/two.safetensors", "sub/two.safetensors", "sub\\two.safetensors", "..", ".", "", "C:two", "a\0b",
@@ -124,9 +121,6 @@ def test_any_other_json_is_no_index(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(Failure, match="is not a weight index"):
         Reader(tmp_path)
-
-
-# ---- headers ---------------------------------------------------------------------------------------------------------
 
 
 def entry(shape: list[int], offsets: tuple[int, int], dtype: str = "F32") -> dict[str, Any]:
@@ -183,9 +177,6 @@ def test_tensors_without_dims_or_values_are_read(tmp_path: Path) -> None:
     assert [reader[name].shape for name in "abc"] == [(), (0, 3), (2, 0)]
 
 
-# ---- pickles ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:.*(quantized|quantization|sparse).*")
 @pytest.mark.parametrize(
     ("make", "kind"),
@@ -210,9 +201,6 @@ def test_other_names_and_values_in_a_pickle_are_refused(content: Any, tmp_path: 
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(Failure, match=r"holds more than named tensors|holds control characters"):
         Reader(tmp_path)
-
-
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 def test_floats_are_told_from_what_is_quantised() -> None:

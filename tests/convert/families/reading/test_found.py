@@ -125,8 +125,6 @@ def test_far_queries_that_are_scaled_are_named() -> None:
     assert find(without).describe()["also"] == {}
 
 
-# ---- decoders inside other models -----------------------------------------------------------------------------------------
-
 TEXT = {key: SIZES[key] for key in (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "bos_token_id",
     "eos_token_id", "pad_token_id",
@@ -302,9 +300,6 @@ def test_a_latent_that_no_class_holds_is_refused(model_type: str, why: str, conv
     refused(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--no-text"), 2, why)
 
 
-# ---- sinks -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", SINKS)
 def test_sinks_are_found_and_come_back(model_type: str) -> None:
     config = small(model_type)
@@ -349,9 +344,6 @@ def test_classes_without_sinks_are_refused(command: list[Any], convert: Convert,
 def test_no_other_engine_is_said_to_run_sinks(convert: Convert, tmp_path: Path) -> None:
     source = saved(random_model(small("granite_swa")), tmp_path / "source")
     refused(convert("mqa", source, tmp_path / "out", "--engine", "vllm", "--no-text"), 2, "vllm does not run it")
-
-
-# ---- a type that nobody has seen -------------------------------------------------------------------------------------------
 
 
 class OddConfig(PretrainedConfig):
