@@ -141,8 +141,9 @@ def in_vllm(path: Path, _: str, case: Case, given: argparse.Namespace) -> tuple[
     """By vLLM's CPU build, in an environment of its own."""
     sizes = [str(size) for size in (case.prompt, case.batch, STEPS)]
     said = _run([given.environment / "bin" / "python", Path(__file__).with_name("gain_vllm.py"), path, *sizes])
-    prompt, decode = json.loads(next(line for line in said.splitlines() if line.startswith("[")))  # it logs there, too
-    return prompt, decode
+    (line,) = [line for line in said.splitlines() if line.startswith('{"prompt"')]  # among what vLLM logs
+    found = json.loads(line)
+    return found["prompt"], found["decode"]
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build reaches, for gain.py: MODEL CONTEXT BATCH STEPS; one line that it prints is [prompt, decode].
+"""What vLLM's CPU build reaches, for gain.py: MODEL CONTEXT BATCH STEPS; it prints a line of JSON.
 
 Prompts differ, and are read once for their time. Their blocks then stay in the prefix cache, so that decoding is timed alone:
 what one token takes is subtracted from what 1 + STEPS tokens take.
@@ -20,7 +20,9 @@ def main() -> None:
 
     model, (context, batch, steps) = sys.argv[1], map(int, sys.argv[2:])
     settings = {"dtype": "bfloat16", "max_model_len": context + steps + 1, "enable_prefix_caching": True, "seed": 0}
-    eager = (AutoConfig.from_pretrained(model).rope_parameters or {}).get("rope_type") == "longrope"  # it does not compile that
+    config = AutoConfig.from_pretrained(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    eager = config.architectures == ["TransformersForCausalLM"] and rope.get("rope_type") == "longrope"  # not compiled
     engine = LLM(model=model, enforce_eager=eager, **settings)
     words = engine.get_tokenizer().vocab_size
     prompts = [{"prompt_token_ids": random.choices(range(words), k=context)} for _ in range(batch)]
@@ -31,7 +33,8 @@ def main() -> None:
         return time.perf_counter() - begun
 
     reading, first = seconds(1), seconds(1)
-    print(json.dumps([batch * context / reading, batch * steps / (seconds(1 + steps) - first)]))
+    decoding = seconds(1 + steps) - first
+    print(json.dumps({"prompt": batch * context / reading, "decode": batch * steps / decoding}))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ class Training(TypedDict, Generic[Dry], total=False):
             python="A plain number means seconds; give this or `tokens`.",
         ),
     ]
-    context: Annotated[int | str | None, _count("Tokens per block.", "a thousandth of all, from 512 to 2048", least=2)]
+    context: Annotated[int | str | None, _count("Tokens per block.", "a thousandth of all, 512 to 2048; or the limit", least=2)]
     batch_tokens: Annotated[
         int | str | None, _count("Tokens per step.", "a thousandth of all, at least a block, at most 65536")
     ]

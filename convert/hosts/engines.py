@@ -34,8 +34,7 @@ class Engine:
 
     Attributes:
         name: As on the command line.
-        serve: The command that serves a checkpoint, with `{path}` for its directory and `{eager}` for `Host.eager`;
-            "" if it is a library.
+        serve: The command that serves a checkpoint, with `{path}` and `{eager}` (`Host.eager`); "" if it is a library.
         latents: The sizes (R, P) of a latent and its RoPE key that its latent attention takes; empty for any.
         plain_queries: Beside a latent of keys and values, queries must have one too, except in models of so many layers, whose
             queries must have none. None if it runs either.

@@ -38,8 +38,8 @@ class DeepseekV3(StockClass):
         "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
         "and of llama with --engine llama.cpp also llama.cpp"
     )
-    # Engines' own classes would drop the biases.
-    architecture, eager = TRANSFORMERS, True
+    architecture = TRANSFORMERS  # engines' own classes would drop the biases
+    eager = True
     carried = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
         "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
@@ -195,7 +195,8 @@ class Portable(DeepseekV3):
     name = "portable deepseek_v3"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and engines run it as they run DeepSeek-V3 without experts."
     remarks = (EXPANDS,)
-    portable, eager = True, False
+    portable = True
+    eager = False
 
     def layout(self, family: Family) -> Family:
         return V3

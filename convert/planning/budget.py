@@ -1,6 +1,6 @@
 """Splits a KV budget into a format, rank and rotary dims, folds frequencies, and bounds the latents of a source by its config.
 
-The rotary dims were chosen on a model of 135M and one of 6M parameters, formats on the former (docs/notes/fits.md).
+Rotary dims and formats were chosen on a model of 135M parameters (docs/notes/fits.md).
 """
 
 from __future__ import annotations

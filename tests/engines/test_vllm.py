@@ -66,8 +66,11 @@ def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) ->
         return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
 
 
-def same_tokens(model: Path, dtype: str, prompts: list[list[int]], options: dict[str, Any] = SHORT) -> int:
-    """vLLM's tokens are those of transformers, and its cache has the bytes that were planned. Returns cached tokens."""
+def same_tokens(model: Path, dtype: str, prompts: list[list[int]], options: dict[str, Any] = SHORT, shares: int = 1) -> int:
+    """vLLM's tokens are those of transformers, and its cache has the bytes that were planned, in so many shares.
+
+    Returns the tokens that it found in its cache.
+    """
     done = served(model, dtype, prompts, options)
     assert done.returncode == 0, done.stderr[-2000:]
     near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}[dtype]
@@ -81,7 +84,7 @@ def same_tokens(model: Path, dtype: str, prompts: list[list[int]], options: dict
     said = re.search(r"KV cache size: ([\d,]+) tokens", done.stdout + done.stderr)
     assert said
     planned = json.loads((model / "conversion.json").read_text())["kv_bytes_per_token"]
-    predicted = planned["after"] * dtype_bytes(dtype) // dtype_bytes(planned["cache_dtype"])
+    predicted = planned["after"] * dtype_bytes(dtype) // dtype_bytes(planned["cache_dtype"]) // shares
     assert CACHE / int(said[1].replace(",", "")) == pytest.approx(predicted, rel=0.01)
     return int(made["cached"])
 
@@ -99,11 +102,11 @@ def prompts_of(model: Path) -> list[list[int]]:
     [("MQA", "float32"), ("GQA-4", "float32"), *(("MLA-512+64", dtype) for dtype in ("float32", "bfloat16", "float16"))],
 )
 def test_tokens_are_those_of_transformers(target: str, dtype: str, processes: int, convert: Convert, tmp_path: Path) -> None:
-    """Also by tensor parallelism, in which every process caches the one KV head, or the latent."""
+    """Also by tensor parallelism, in which KV heads are divided, and every process caches the one of MQA, or the latent."""
     command, *options = TARGETS[target]
     ok(convert(command, SOURCE, tmp_path / "out", *options))
     options_of_vllm = SHORT | {"tensor_parallel_size": processes}
-    same_tokens(tmp_path / "out", dtype, prompts_of(tmp_path / "out"), options_of_vllm)
+    same_tokens(tmp_path / "out", dtype, prompts_of(tmp_path / "out"), options_of_vllm, processes if target == "GQA-4" else 1)
 
 
 @pytest.mark.parametrize(

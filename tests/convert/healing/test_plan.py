@@ -90,12 +90,19 @@ def test_pickled_weights_and_stacked_experts(shelf: Callable[..., Path], planned
         planned(tmp_path / "mqa")
 
 
-def test_blocks_are_as_long_as_a_step(shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path) -> None:
-    mqa(shelf(max_position_embeddings=4096), tmp_path / "mqa", method="mean")
-    lengths = [
-        planned(tmp_path / "mqa", text=None, tokens=tokens, context=None).context for tokens in (1000, 700_000, 10_000_000)
-    ]
-    assert lengths == [512, 700, 2048]
+@pytest.mark.parametrize(
+    ("changes", "lengths"),
+    [({}, [512, 700, 2048]), ({"max_position_embeddings": 128}, [128] * 3), ({"sliding_window": 16}, [2048] * 3)],
+    ids=["", "limit", "windows"],
+)
+def test_blocks_have_a_thousandth_of_all_tokens_within_bounds(
+    changes: dict[str, int], lengths: list[int], shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path
+) -> None:
+    mqa(
+        shelf("mistral", **{"max_position_embeddings": 4096, "sliding_window": None} | changes), tmp_path / "mqa", method="mean"
+    )
+    given = {"text": None, "context": None}
+    assert [planned(tmp_path / "mqa", tokens=n, **given).context for n in (1000, 700_000, 10_000_000)] == lengths
 
 
 def test_rates_are_tried_where_a_fifth_of_the_steps_suffices(results: Results, planned: Callable[..., Any]) -> None:

@@ -84,10 +84,10 @@ def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(head_dim: int
 
 def test_the_card_has_vllm_start_without_compiling_where_it_cannot(shelf: Make) -> None:
     for portable, option in ((False, " --enforce-eager"), (True, "")):
-        size = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "portable": portable}
-        plan = factored(Source.parse(str(shelf())), Output(Path("out")), "weighted", TEXT, **size)
+        size = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "pad_rank": True, "portable": portable}
+        plan = factored(Source.parse(str(shelf(head_dim=64))), Output(Path("out")), "weighted", TEXT, **size)
         vllm, *_ = loading_of(plan.target.host, plan.family, plan.target.spec)["engines"]
-        assert vllm["command"] == f"vllm serve path/to/this/directory{option}"
+        assert (vllm["objection"], vllm["command"]) == (None, f"vllm serve path/to/this/directory{option}")
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ def refusal(output: Path) -> Failure:
     return caught.value
 
 
-# ---- the lock --------------------------------------------------------------------------------------------------------
-
-
 def test_the_lock_file_lies_beside_output_names_its_holder_and_goes(tmp_path: Path) -> None:
     for _ in range(2):
         with exclusive(tmp_path / "out"):
@@ -122,9 +119,6 @@ def test_a_lock_file_that_is_not_ours_any_more_stays(tmp_path: Path) -> None:
     assert (tmp_path / "out.lock").read_text() == "of somebody else"
 
 
-# ---- machines that cannot --------------------------------------------------------------------------------------------
-
-
 def test_a_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.output.destination.FileLock", filelock.SoftFileLock)
     assert "this system has no file locks" in str(refusal(tmp_path / "out"))
@@ -163,9 +157,6 @@ def test_what_lies_in_the_way_is_one_line(name: str, tmp_path: Path) -> None:
     told = str(refusal(tmp_path / name))
     assert "cannot lock" in told
     assert told.endswith("no file can be made there") or not name.startswith("/proc")
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 def test_a_result_that_has_appeared_since_the_plan_is_not_replaced(

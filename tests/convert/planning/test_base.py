@@ -26,9 +26,6 @@ TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64)
 SIZE = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 
 
-# ---- what a plan says ----------------------------------------------------------------------------------------------
-
-
 def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
@@ -66,9 +63,6 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
     assert found["notes"] == list(plan.notes)
     own = grouped(source("qwen3"), output).as_dict()
     assert (own["model_type"], own["kv_heads_after"], own["calibration"]) == ("qwen3", 2, None)
-
-
-# ---- what can be converted -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,8 +137,6 @@ def test_what_cannot_be_refitted_is_remarked(
     plan = grouped(source(model_type, **changes), output, method="aligned", text=text)
     assert [said for said in plan.notes if said.startswith(HIDDEN)] == ([] if note is None else [note])
 
-
-# ---- what its bytes depend on: a run with other inputs is not resumed ----------------------------------------------
 
 LINES = "a line of words, and another " * 20
 
