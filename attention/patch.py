@@ -234,7 +234,4 @@ def _check(name: str, module: nn.Module) -> None:
     if getattr(linear, "bias", None) is not None:
         raise Refusal(f"cannot absorb {name}.kv_b_proj: it has a bias, and must have none")
     if held := replaced_forward(module):
-        raise Refusal(
-            f"cannot absorb {name}: something else has replaced its forward by {held!r}",
-            "undo that first",
-        )
+        raise Refusal(f"cannot absorb {name}: something else has replaced its forward by {held!r}", "undo that first")

@@ -8,14 +8,14 @@ that, and are refused.
 import logging
 from typing import Any
 
+import torch
+
 from attention.calibrated import Calibrated
 
 TRIED = "0.32"  # the version of vLLM in which it was run
 # Stock classes around which vLLM was proven to generate what transformers does: with KV heads, and with a latent.
 PROVEN = ("cohere", "gpt2", "gpt_neox", "olmo2", "opt", "qwen3")
-LATENT_PROVEN = (
-    "codegen", "cohere", "glm4", "gpt_neox", "gptj", "olmo2", "phi", "qwen3", "stablelm", "starcoder2",
-)  # fmt: skip
+LATENT_PROVEN = ("codegen", "cohere", "glm4", "gpt_neox", "gptj", "olmo2", "phi", "qwen3", "stablelm", "starcoder2")
 _log = logging.getLogger("kvfold")
 
 
@@ -36,6 +36,8 @@ def register() -> None:
             models.register()
             _declare_latents(models.MODEL_TYPE)
             vllm.ModelRegistry.register_model("KvfoldForCausalLM", f"{__name__}_model:KvfoldForCausalLM")
+            if vllm.platforms.current_platform.is_cpu():
+                _refuse_dtypes()
     except Exception as error:  # other models have to start
         _log.warning("vLLM will not know kvfold's class: %s", error)
 
@@ -49,6 +51,20 @@ def _declare_latents(model_type: str) -> None:
             return getattr(self.hf_text_config, "kv_lora_rank", None) is not None
 
     sizes.MODEL_ARCH_CONFIG_CONVERTORS[model_type] = Sizes
+
+
+def _refuse_dtypes() -> None:
+    """Let AMX_MLA refuse dtypes that it does not list. vLLM gives it latents of any, and in float16 it generates wrong text."""
+    from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
+
+    begin = AMXMLAImpl.__init__
+
+    def begin_in_its_dtypes(self: Any, *given: Any, **named: Any) -> None:
+        if (dtype := torch.get_default_dtype()) not in AMXMLABackend.supported_dtypes:
+            raise ValueError(f"AMX_MLA computes wrongly in {dtype}; give --dtype bfloat16 or --attention-backend CPU_MLA")
+        begin(self, *given, **named)
+
+    AMXMLAImpl.__init__ = begin_in_its_dtypes
 
 
 def objection(config: Any) -> str | None:

@@ -24,9 +24,7 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         self._refuse(model, objection(model.hf_config))
         self._refuse(model, length_objection(model.hf_config, model.max_model_len), "give --max-model-len")
         if processes > 1:
-            self._refuse(
-                model, f"it was tried in one process only, and these are {processes}", "leave out options of parallelism"
-            )
+            self._refuse(model, f"it was tried in one process, and these are {processes}", "leave out options of parallelism")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # What GPT-NeoX calls its head.
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_regex={re.compile(r"^(model\.)?embed_out\."): "lm_head."})
@@ -53,8 +51,7 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             self._refuse(model, "VLLM_MLA_DISABLE is set, with which vLLM does not cache its latents", "unset it")
         if config.lora_config is not None:
             self._refuse(model, "decoding over latents ignores adapters of kv_b_proj", "leave out --enable-lora")
-        if config.cache_config.cache_dtype != "auto":
-            stored = config.cache_config.cache_dtype
+        if (stored := config.cache_config.cache_dtype) != "auto":
             self._refuse(model, f"its latents were not tried in {stored}, and have no norm", "leave out --kv-cache-dtype")
 
 

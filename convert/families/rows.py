@@ -60,11 +60,7 @@ _LIKE_OPT: dict[str, Any] = {"projections": (*PARTS, "out_proj"), "rotates": now
 _POST_NORM: dict[str, Any] = {"names": NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
 
-MEGATRON: dict[str, Any] = {
-    "projections": ("query_key_value", "dense"),
-    "order": BY_KV_HEAD,
-    "shares_heads": False,
-}
+MEGATRON: dict[str, Any] = {"projections": ("query_key_value", "dense"), "order": BY_KV_HEAD, "shares_heads": False}
 
 ROWS = [
     Projections("llama", **_ATTENTION_BIAS),

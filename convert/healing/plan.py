@@ -30,7 +30,7 @@ _TOKENS = 20_000_000  # to train on
 PARTS = ("attention", "all", "lora")
 _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
 _STEPS = 1000  # with the default batch, if it is within these tokens
-_LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; where all are few, more steps lose fewer nats
+_LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; shorter blocks give few tokens more steps
 _AT_ONCE = 4096  # tokens of a forward pass
 _RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has no other ones around it
 RATIO = 3  # of a rate to the one below
@@ -253,8 +253,7 @@ def plan_heal(
     names = named(model, family, spec.changed, options.train)
     held = held_parameters(model, Reader(converted.files), names)
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
-    before = converted.calibrated
-    limit = before.positions if before else source.max_positions
+    limit = before.positions if (before := converted.calibrated) else source.max_positions
     within = max(limit or 0, context) if family.skips else context
     plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names, held)
     spec.bytes_per_token(cache)  # refuses what the format does not take

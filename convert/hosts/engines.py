@@ -85,10 +85,8 @@ class Engine:
         """
         within = [size for size in self.latents if sum(size) <= values]
         if not within:
-            raise Refusal(
-                f"{self.name} takes latents of {_listed(self.latents)}, and the budget leaves {values} numbers per "
-                "layer and token"
-            )
+            sizes = _listed(self.latents)
+            raise Refusal(f"{self.name} takes latents of {sizes}, and the budget leaves {values} numbers per layer and token")
         return max(within)
 
 

@@ -20,7 +20,8 @@ from convert.hosts.source_class import LLAMA_CPP
 LISTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 EXPANDS = (  # a remark on all that stock transformers runs
     "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
-    '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.'
+    '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.\n'
+    "On CPUs with AMX, vLLM generates wrong text from latents in float16: give it `--dtype bfloat16`."
 )
 
 
@@ -48,10 +49,9 @@ class DeepseekV3(StockClass):
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (
         EXPANDS,
-        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
-        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
-        "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
-        "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
+        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. DeepSeek classes of\n"
+        "engines would drop them. So config.json names TransformersForCausalLM: vLLM then runs transformers' modules. Saving\n"
+        "the model again with transformers changes that field, and vLLM does not start: change it back before serving.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
 

@@ -206,10 +206,7 @@ def _portable_calibration(method: LatentMethod, options: CalibrationOptions) -> 
             hint="leave out --method, or give one that takes text",
         )
     if not with_own_text(options).texts:
-        raise Refusal(
-            "--portable needs calibration text: the norm of its latent is fitted to it",
-            hint="leave out --no-text",
-        )
+        raise Refusal("--portable needs calibration text: the norm of its latent is fitted to it", hint="leave out --no-text")
     if options.refit is False:
         raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
     return replace(options, refit=True)

@@ -45,9 +45,6 @@ def test_an_interrupted_run_says_how_to_go_on(
     same_but_for_the_run(out, tmp_path / "whole")
 
 
-# ---- code of the checkpoint's own --------------------------------------------------------------------------------------
-
-
 def test_a_class_that_comes_with_the_checkpoint_is_converted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     (source / "modeling_own.py").write_text("from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM): pass\n")
@@ -66,9 +63,6 @@ def test_a_config_without_a_causal_lm_fails(checkpoint: Make, convert: Convert, 
     edit(source, auto_map={"AutoConfig": "configuration_own.Own"})
     result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--trust-remote-code")
     left_nothing(result, 1, "transformers makes no causal LM of this llama config", tmp_path / "out")
-
-
-# ---- formats of the cache --------------------------------------------------------------------------------------------
 
 
 def test_a_result_for_a_format_is_an_ordinary_checkpoint_that_says_so(finished: Find) -> None:

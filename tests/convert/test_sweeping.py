@@ -146,9 +146,6 @@ def test_a_dry_run_names_what_would_be_made(
     assert not (tmp_path / "out").exists()
 
 
-# ---- interruption ----------------------------------------------------------------------------------------------------
-
-
 STOP, FULL = KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -205,8 +202,6 @@ def test_a_finished_sweep_is_resumed_without_work_and_grows(
     after = times_of(out)
     assert {name for name, when in times.items() if after[name] != when} == {"gqa-2-aligned", "gqa-1-aligned"}
 
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[Any], str]] = {
     "half a latent": (["--mla", "5+"], "invalid budget '5+'"),

@@ -161,16 +161,25 @@ def test_its_own_deepseek_class_runs_portable_results(
 
 
 @pytest.mark.parametrize(
-    ("changed", "eager", "message"),
-    [({"architectures": ["DeepseekV3ForCausalLM"]}, True, "ZeroDivisionError"), ({}, False, "Data-dependent branching")],
-    ids=["saved again", "compiled"],
-)
-def test_some_latents_do_not_start(changed: Any, eager: bool, message: str, convert: Convert, tmp_path: Path) -> None:
-    """As transformers saves them, for a class that would drop the biases; and compiled, where RoPE may depend on the length."""
+    ("changed", "dtype", "more", "message"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "float32", {}, "ZeroDivisionError"),
+        ({}, "float32", {"enforce_eager": False}, "Data-dependent branching"),
+        pytest.param(
+            {}, "float16", {"attention_backend": "AMX_MLA"}, "AMX_MLA computes wrongly in torch.float16",
+            marks=pytest.mark.skipif(not AMX, reason="this CPU has no AMX"),
+        ),
+    ],
+    ids=["saved again", "compiled", "AMX"],
+)  # fmt: skip
+def test_some_latents_do_not_start(
+    changed: Any, dtype: str, more: dict[str, Any], message: str, convert: Convert, tmp_path: Path
+) -> None:
+    """As transformers saves them, for a class that would drop the biases; compiled; and in float16 in a kernel for bfloat16."""
     command, *options = LATENT
     ok(convert(command, SOURCE, tmp_path / "out", *options))
     made = edit(tmp_path / "out", **changed)
-    done = served(made, "float32", prompts_of(made), SHORT | {"enforce_eager": eager})
+    done = served(made, dtype, prompts_of(made), SHORT | more)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
 

@@ -14,9 +14,9 @@ def main() -> None:
     model, dtype, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     config = json.loads((Path(model) / "config.json").read_text())
     latent = "kv_lora_rank" in config | config.get("text_config", {})
-    # What vLLM chooses for latents on CPUs with AMX takes no float32.
-    backend = {"attention_backend": "CPU_MLA"} if latent and dtype == "float32" else {}
-    engine = LLM(model=model, dtype=dtype, seed=0, **backend, **json.loads(sys.argv[5]))
+    # What vLLM chooses for latents on CPUs with AMX takes bfloat16 alone.
+    backend = {"attention_backend": "CPU_MLA"} if latent and dtype != "bfloat16" else {}
+    engine = LLM(**{"model": model, "dtype": dtype, "seed": 0} | backend | json.loads(sys.argv[5]))
     prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
     asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
     results = engine.generate(prompts, asked)

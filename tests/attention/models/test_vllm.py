@@ -36,8 +36,9 @@ class Sizes:
         self.hf_text_config = hf_text_config
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
+def fake(monkeypatch: pytest.MonkeyPatch, version: str, cpu: bool = False) -> Any:
     module, sizes = SimpleNamespace(__version__=version, ModelRegistry=Registry()), SimpleNamespace()
+    module.platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     sizes.MODEL_ARCH_CONFIG_CONVERTORS, sizes.ModelArchConfigConvertorBase = {}, Sizes
     monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
     monkeypatch.setitem(
@@ -57,6 +58,20 @@ def test_vllm_finds_it_and_may_load_it_twice(monkeypatch: pytest.MonkeyPatch) ->
     assert vllm.ModelRegistry.known == {"KvfoldForCausalLM": "attention.models.vllm_model:KvfoldForCausalLM"}
     latents = [vllm.sizes["kvfold"](SimpleNamespace(kv_lora_rank=rank)).is_deepseek_mla() for rank in (16, None)]
     assert latents == [True, False]
+
+
+def test_a_kernel_that_lists_bfloat16_alone_refuses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, f"{TRIED}.1", cpu=True)
+    backend, kernel = SimpleNamespace(supported_dtypes=[torch.bfloat16]), type("AMXMLAImpl", (SimpleNamespace,), {})
+    name = "vllm.v1.attention.backends.mla.amx_mla"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(AMXMLABackend=backend, AMXMLAImpl=kernel))  # type: ignore[arg-type]
+    for _ in range(2):
+        register()
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    assert kernel(heads=4).heads == 4
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
+    with pytest.raises(ValueError, match=r"wrongly in torch\.float16; give --dtype bfloat16"):
+        kernel(heads=4)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.320.0", "1.0"])

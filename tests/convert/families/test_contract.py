@@ -80,9 +80,6 @@ def test_a_split_copies_nothing_that_a_method_may_leave_alone(model_type: str) -
         assert back[name].data_ptr() == tensors[name].data_ptr(), name
 
 
-# ---- what the class computes -----------------------------------------------------------------------------------------
-
-
 class Seen(NamedTuple):
     """A small model, and what one forward pass gives to every layer, to its attention, and gets of its output projection."""
 
@@ -195,9 +192,6 @@ def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None
         weight = module.weight.mT if type(module).__name__ == "Conv1D" else module.weight
         assert torch.equal(weight, record.o.flatten(1))
         assert (module.bias is None) == (record.o_bias is None)
-
-
-# ---- around the attention --------------------------------------------------------------------------------------------
 
 
 def normalised(x: torch.Tensor, centred: bool) -> torch.Tensor:

@@ -170,8 +170,6 @@ def test_what_is_joined_computes_the_record_in_the_stock_module(
     stock_module_computes(config, written, a)
 
 
-# ---- which norms do nothing ------------------------------------------------------------------------------------------
-
 NORM, DOWN, BIAS = "kv_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"
 Tensors = dict[str, torch.Tensor]
 
@@ -247,8 +245,6 @@ def test_a_config_is_described_by_its_latent() -> None:
     assert torch.equal(rotary.frequencies, from_config(config, 8).frequencies)
 
 
-# ---- published latent attention: counted as the class has it, and refused by every conversion in one line --------------
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "V3": ("deepseek_v3", NORMED | {"attention_bias": False}),
     "V3, biased": ("deepseek_v3", NORMED | {"rope_interleave": False, "attention_bias": True, "q_lora_rank": None}),
@@ -300,8 +296,6 @@ def test_an_unknown_type_is_refused_by_its_latent() -> None:
     with pytest.raises(Refusal, match=r"it is a published model with latent attention \(MLA-16\+8\)"):
         find(config)
 
-
-# ---- the latent of queries: every number comes back, and one channel is one, in every dtype --------------------------
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 0.0, torch.float16: 2.0**-10, torch.float64: 2.0**-22}
