@@ -8,8 +8,6 @@ that, and are refused.
 import logging
 from typing import Any
 
-import torch
-
 from attention.calibrated import Calibrated
 
 TRIED = "0.32"  # the version of vLLM in which it was run
@@ -55,6 +53,7 @@ def _declare_latents(model_type: str) -> None:
 
 def _refuse_dtypes() -> None:
     """Let AMX_MLA refuse dtypes that it does not list. vLLM gives it latents of any, and in float16 it generates wrong text."""
+    import torch
     from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
 
     begin = AMXMLAImpl.__init__
