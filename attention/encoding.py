@@ -3,8 +3,8 @@
 Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale · code: offset is the smallest value of a group and
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
-llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes of
-`mixed` and `mixed2`, and all that has 5 or 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½).
+llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes, and
+latents in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½), and bits 7 to 14 of a float16 as their scale, rounded up.
 """
 
 import math
@@ -37,7 +37,7 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
         form: The format; n is a multiple of 8 where values take less than a byte.
         group: Consecutive values that share a scale; n where channels have classes.
     """
-    if form.classes:
+    if form.classes and values.shape[-1]:
         parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
         of_classes = [part.scales for part in parts if part.scales is not None]
         return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(of_classes, -1))
@@ -46,7 +46,8 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     if not (form.group or form.reach):
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
-        return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name)))
+        # A RoPE key of no dims has classes, and no numbers.
+        return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name, torch.uint8)))
     codes, scales, offsets = _quantised(values.float(), form, group)
     return Encoded(_packed(codes, form.bits), scales, offsets)
 
@@ -62,8 +63,9 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
         return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
     if form.reach:
         magnitudes = _each_group(given, group, 0).abs().amax(-1)
-        scales = (magnitudes * (form.reach / (2 ** (form.bits - 1) - 0.5))).half()
-        steps = _spread(scales.float().masked_fill(scales == 0, 1), group, size)
+        exact = (magnitudes * (form.reach / (2 ** (form.bits - 1) - 0.5))).half().nan_to_num(torch.inf, torch.inf)
+        scales = (exact.view(torch.int16) + 127 >> 7).to(torch.uint8)  # rounded up to three bits behind the point
+        steps = _spread(_widened(scales).masked_fill(scales == 0, 1), group, size)
         return (given / steps + 2 ** (form.bits - 1)).floor().nan_to_num(0).clamp(0, top).to(torch.uint8), scales, None
     offsets = _each_group(given, group, torch.inf).amin(-1)
     ranges = _each_group(given, group, -torch.inf).amax(-1) - offsets
@@ -75,15 +77,14 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
-    if form.classes:
+    if form.classes and group:
         assert stored.scales is not None
         cut = [(own, count) for own, count in form.cut(group) if count]
         codes = stored.codes.split([count * own.bits // 8 for own, count in cut], -1)
         parts = zip(cut, codes, stored.scales.split(1, -1), strict=True)
-        return torch.cat([decode(Encoded(part, scale), own, count, dtype) for (own, count), part, scale in parts], -1)
+        return _joined([decode(Encoded(part, scale), own, count, dtype) for (own, count), part, scale in parts], form)
     if stored.scales is None:
-        fp8 = stored.codes.dtype == torch.float8_e4m3fn
-        return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
+        return stored.codes.to(dtype)
     codes = _unpacked(stored.codes, form.bits).to(torch.promote_types(dtype, torch.float32))
     return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
 
@@ -93,10 +94,15 @@ def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | Non
     size = codes.shape[-1]
     width = math.gcd(group, size)  # the last group of a token may be a part of one
     of_group = codes.unflatten(-1, (-1, width))
-    scales = _spread(scales, group // width, size // width)[..., None]
+    scales = _spread(_widened(scales) if form.reach else scales, group // width, size // width)[..., None]
     if offsets is None:
         return of_group.sub_(2 ** (form.bits - 1) - (0.5 if form.reach else 0)).mul_(scales).flatten(-2)
     return of_group.mul_(scales).add_(_spread(offsets, group // width, size // width)[..., None]).flatten(-2)
+
+
+def _widened(scales: torch.Tensor) -> torch.Tensor:
+    """In float32, positive float16 of which eight bits are kept: five of the exponent and three behind the point."""
+    return (scales.to(torch.int16) << 7).view(torch.float16).float()
 
 
 def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -110,8 +116,8 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
     Gradients pass as if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
     """
     form = form.of(part)
-    if form.classes:
-        return torch.cat([_rounded(channels, own, channels.shape[-1]) for own, channels in _classes(states, form)], -1)
+    if form.classes and states.shape[-1]:
+        return _joined([_rounded(channels, own, channels.shape[-1]) for own, channels in _classes(states, form)], form)
     group, rotation = form.grouping(part, states.shape[-1])
     if rotation == 1:
         return _rounded(states, form, group)
@@ -132,9 +138,17 @@ def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
 
 def _classes(values: torch.Tensor, form: Format) -> list[tuple[Format, torch.Tensor]]:
     """The classes of channels of `values [..., n]` that have any, with their formats."""
+    if form.paired:
+        values = values.unflatten(-1, (2, -1)).flip(-1).mT.flatten(-2)
     cut = form.cut(values.shape[-1])
     parts = values.split([count for _, count in cut], -1)
     return [(own, part) for (own, count), part in zip(cut, parts, strict=True) if count]
+
+
+def _joined(parts: list[torch.Tensor], form: Format) -> torch.Tensor:
+    """The inverse of `_classes`."""
+    values = torch.cat(parts, -1)
+    return values.unflatten(-1, (-1, 2)).mT.flip(-1).flatten(-2) if form.paired else values
 
 
 def _spread(parts: torch.Tensor, group: int, size: int) -> torch.Tensor:
@@ -181,18 +195,3 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
         else:
             word = word.bitwise_or_(word << (8 - bits) * part).bitwise_and_(lower)
     return word.contiguous().view(torch.uint8)
-
-
-def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """e4m3 in float32. On a CPU, where torch converts one value at a time, by way of float16, whose bits are the same further
-    left, but for 8 more in the exponent's bias, and NaN.
-    """
-    if (
-        codes.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or not codes.numel()
-        or bool((codes.view(torch.uint8) & 127).amax() == 127)
-    ):
-        return codes.float()
-    half = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)  # of the sign's copies, one is left
-    return half.view(torch.float16).float() * 2**8

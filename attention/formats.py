@@ -4,12 +4,14 @@ A format is a plain dtype, or integers of a few bits with a scale, and mostly an
 one token, of one head or of a latent. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a
 Hadamard matrix (its pull request 21038). It has none for latents. `mixed` and `mixed2` give channels of a latent, which come in
 the order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes.
+All formats of four bits or fewer but q4_0 do the same with pairs of RoPE keys. These scales take a byte.
 
 vLLM and SGLang have formats of their own. kvfold rounds as they do (`attention.served`), counts their bytes, and stores none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,10 +38,11 @@ class Format:
             offset. 0 where groups have one.
         hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
         reach: Codes are the middles of even steps about zero, without an offset; the outermost is this share of a group's
-            largest magnitude, and what is beyond becomes it. 0 where another rule holds.
+            largest magnitude, rounded up, and what is beyond becomes it. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
-        rope: The format of the RoPE key beside a latent, if another. It is small, all heads read it, and 4 bits lose much.
+        paired: Whether they are of a RoPE key, in the order of its pairs (i, i + n/2) of dims, the last and slowest first.
+        rope: The format of the RoPE key beside a latent, if another.
         heads: The format of heads, if another, in layers that have no latent.
         precise: The format of a few layers with a latent, if another: see `AttentionSpec.format_of`.
         rule: Of `attention.served`, how an engine rounds; "" for what kvfold stores. Such a format takes heads, and latents if
@@ -58,6 +61,7 @@ class Format:
     hadamard: int = 0
     reach: float = 0.0
     classes: tuple[tuple[float, Format], ...] = ()
+    paired: bool = False
     rope: Format | None = None
     heads: Format | None = None
     precise: Format | None = None
@@ -70,7 +74,7 @@ class Format:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a group's scale and its offset, if it has one."""
-        return _SCALE if self.steps or self.reach else 2 * _SCALE
+        return 1 if self.reach else _SCALE if self.steps else 2 * _SCALE
 
     def of(self, part: Part) -> Format:
         """The format of a part of a cache in this one."""
@@ -79,12 +83,12 @@ class Format:
         return (self.rope if part == "rope" else self.heads or (self.values if part == "values" else None)) or self
 
     def cut(self, size: int) -> list[tuple[Format, int]]:
-        """The classes of a latent of that size, with their channels, multiples of 8 but for the last.
+        """The classes of a latent or a RoPE key of that size, with their channels: multiples of 8 but for the last.
 
         Channels that are constant, fewer than 8, may be left out: the others have the same classes.
         """
         whole, shares = -(-size // _PACKED), accumulate(share for share, _ in self.classes)
-        bounds = [min(size, round(share * whole) * _PACKED) for share in shares]
+        bounds = [min(size, max(1, round(share * whole)) * _PACKED) for share in shares]
         bounds[-1] = size
         return [(form, end - start) for (_, form), start, end in zip(self.classes, (0, *bounds), bounds, strict=False)]
 
@@ -140,18 +144,27 @@ class Format:
                 )
 
 
-# Of classes of channels by their bits. Behind a rotation these are nearly normal, which decides where it pays to cut them off.
-_REACH = {5: 1.0, 4: 0.96, 3: 0.78, 2: 0.58, 1: 0.32}
+# Of classes of channels by their bits. Latents are nearly normal behind a rotation, which decides where to cut them off.
+_REACH = {4: 0.96, 3: 0.78, 2: 0.58, 1: 0.32}
 
 
-def _mixed(name: str, bits: tuple[int, int, int], rope: Format) -> Format:
-    """A format of latents whose channels have three classes of so many bits."""
-    classes = tuple((share, Format(f"{n} bits", n, reach=_REACH[n])) for share, n in zip((0.2, 0.5, 0.3), bits, strict=True))
-    return Format(name, bits[-1], classes=classes, rope=rope, heads=_INT4, precise=_SIX)
+def _classes(bits: Sequence[int], shares: Sequence[float] = (0.2, 0.5, 0.3)) -> tuple[tuple[float, Format], ...]:
+    return tuple((share, Format(f"{n} bits", n, reach=_REACH.get(n, 1.0))) for share, n in zip(shares, bits, strict=True))
 
 
-_FIVE, _SIX = (Format(f"{bits} bits", bits, latent_group=64, reach=1.0) for bits in (5, 6))
-_INT4 = Format("int4", 4, 32, 64, rope=_SIX, precise=_SIX)
+def _rope(*bits: int) -> Format:
+    """A format of RoPE keys. What most keys have in common is in slow pairs, which turn little."""
+    return Format("pairs", bits[-1], classes=_classes(bits, (0.15, 0.35, 0.5)), paired=True)
+
+
+def _mixed(name: str, *bits: int) -> Format:
+    return Format(name, bits[-1], classes=_classes(bits), rope=_rope(6, 4, 3), heads=_INT4, precise=_FINE)
+
+
+_ROPE = _rope(7, 5, 4)
+_FINE = Format("4 to 7 bits", 4, classes=_classes((7, 5, 4)), rope=_ROPE)
+_SIX = Format("6 bits", 6, latent_group=64, reach=1.0, rope=_ROPE)
+_INT4 = Format("int4", 4, 32, 64, rope=_ROPE, precise=_SIX)
 
 FORMATS = {
     form.name: form
@@ -163,12 +176,12 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, 64, 64),
         _INT4,
-        Format("int3", 3, 32, 64, rope=_SIX, precise=_SIX),
-        Format("int2", 2, 32, 64, rope=_SIX, precise=_SIX),
+        Format("int3", 3, 32, 64, rope=_ROPE, precise=_SIX),
+        Format("int2", 2, 32, 64, rope=_ROPE, precise=_SIX),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        _mixed("mixed", (5, 3, 2), _SIX),
-        _mixed("mixed2", (4, 2, 1), _FIVE),
+        _mixed("mixed", 5, 3, 2),
+        _mixed("mixed2", 4, 2, 1),
     )
 }
 

@@ -162,7 +162,7 @@ class Job:
             form = rounding_of(self.spec.format_of(layer, form).name)
         if form is not None:
             if isinstance(after, FactoredAttention):
-                after = balanced(replace(after, rounding=form), seen)
+                after = balanced(replace(after.paired("half"), rounding=form), seen)
             elif sample is not None:
                 after = balanced_heads(after, sample.to(after.k.device))
             after = replace(after, rounding=form)

@@ -73,9 +73,6 @@ def convert_layers(job: Job) -> dict[str, Any]:
         ) from None
 
 
-# ---- weight files ----------------------------------------------------------------------------------------------------
-
-
 def _calibration_bytes(job: Job, text: CalibrationText) -> int:
     """Disk space that statistics, samples, the inputs of two layers at a time, and layers converted in sequence still take."""
     plan, method = job.plan, job.plan.target.method

@@ -61,8 +61,9 @@ class _Pair:
         self._job, self._layout, plan, steps = job, job.plan.layout, job.plan, job.work.steps
         config = config_of(plan.plain_config(job.choice.pairs))
         self._biased = self._layout.of(config).traits.o_bias  # which may be fitted even if the source's has none
-        # Layers past the middle count as precise until copies are tried: where that is right, their outputs are fitted as read.
-        cache = None if plan.target.rounding is None else rounding_cache(plan.target.rounding, job.spec)
+        # No layer is precise: which ones copy is found once all are fitted.
+        form = plan.target.rounding
+        cache = None if form is None else rounding_cache(replace(form, precise=None), job.spec)
         model, reader, blocks, device = empty_model(plan.source.config), job.manifest.reader, text.blocks, job.plan.runs_on
         self.teacher = LayerStream(model, plan.family, reader, blocks, steps / "teacher", device)
         made = empty_model(config)

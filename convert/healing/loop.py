@@ -195,9 +195,6 @@ def _outcome(trainer: HealingTrainer, progressed: Progressed, reader: Reader) ->
     return Outcome(progressed, start, {})
 
 
-# ---- learning rates ----------------------------------------------------------------------------------------------------
-
-
 def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
     """The learning rate that gains most within a few steps, and what each reached.
 
@@ -235,9 +232,6 @@ def _largest(tried: dict[float, float]) -> float | None:
     """The largest rate that is about as good as the best: what a short trial finds best is too small for a long training."""
     least = min(tried.values())
     return max((rate for rate, kl in tried.items() if kl <= _ALIKE * least), default=None) if least < math.inf else None
-
-
-# ---- the curve and its checkpoints -------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -52,9 +52,6 @@ def rule_text() -> str:
     )
 
 
-# ---- of a source ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LatentBounds:
     """What bounds the latents of a source.

@@ -13,7 +13,7 @@ from decoding import SCALE, Sizes, added, on_gpu, ragged
 
 from attention import kernels
 from attention.cache import EncodedLayer, Stored
-from attention.encoding import decode, encode
+from attention.encoding import decode, encode, rounded
 from attention.errors import Refusal
 from attention.formats import FORMATS
 from attention.kernels import torch_decode
@@ -30,6 +30,15 @@ def test_each_token_is_read_as_it_is_encoded_by_itself(form: str) -> None:
         read = layer.update(*given[:, :, :, layer.get_seq_length() : end])
         for part, values in zip(read, given[:, :, :, :end], strict=True):
             assert torch.equal(part + 0, decode(encode(values, FORMATS[form], 32), FORMATS[form], 32, torch.float32))
+
+
+@pytest.mark.parametrize("form", ["int4", "mixed"])
+def test_a_latent_without_a_rope_key(form: str) -> None:
+    layer, given = EncodedLayer(FORMATS[form], latent=True), (torch.ones(1, 1, 9, 16), torch.ones(1, 1, 9, 0))
+    read = layer.update(*given)
+    assert [part.shape for part in read] == [part.shape for part in given]
+    assert torch.equal(read[0], rounded(given[0], FORMATS[form], "latent"))
+    assert torch.equal(read[1], rounded(given[1], FORMATS[form], "rope"))
 
 
 @pytest.mark.parametrize(("form", "latent"), HELD)

@@ -16,10 +16,11 @@ LATENT = HEADS.latent(160, 32)
         ("bfloat16", 1.0, 0.5),
         ("fp8", 0.5, 0.25),
         ("int8", 0.53125, 13 / 48),  # 8 bits, and 32 of scales for every 64 values
-        # Heads: 4 bits, and 32 for every 32. Latents: 6 bits in 4 of 30 layers, and 16 for every 64, as RoPE keys in all.
-        ("int4", 0.3125, (26 / 30 * (80 + 3 * 4) + 4 / 30 * (120 + 3 * 2) + 24 + 2) / 768),
-        ("int3", 0.25, (26 / 30 * (60 + 3 * 4) + 4 / 30 * (120 + 3 * 2) + 24 + 2) / 768),
-        ("int2", 0.1875, (26 / 30 * (40 + 3 * 4) + 4 / 30 * (120 + 3 * 2) + 24 + 2) / 768),
+        # Heads: 4 bits, and 32 for every 32. Latents: 6 bits in 4 of 30 layers, and 8 for every 64. RoPE keys: 8 values in 7
+        # bits, 8 in 5 and 16 in 4, and 8 for each class.
+        ("int4", 0.3125, (26 / 30 * (80 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
+        ("int3", 0.25, (26 / 30 * (60 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
+        ("int2", 0.1875, (26 / 30 * (40 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
         ("q8_0", 34 / 64, 34 / 64 / 2),  # blocks of 32 values in 34 bytes
         ("q4_0", 18 / 64, 18 / 64 / 2),
     ],
@@ -43,11 +44,13 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 
 def test_channels_of_a_latent_may_differ_in_bits() -> None:
-    """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; in 4 layers all in 6 bits, as RoPE keys are."""
-    mixed = (32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2
-    assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * (precise := 120 + 3 * 2) + 30 * (24 + 2)
-    lower = (32 * 4 + 80 * 2 + 48) // 8 + 3 * 2
-    assert LATENT.bytes_per_token("mixed2") == 26 * (lower + 20 + 2) + 4 * (precise + 24 + 2), "a bit less"
+    """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; of RoPE keys 8 in six, 8 in four, 16 in three. In 4
+    layers these have seven, five and four.
+    """
+    mixed = (32 * 5 + 80 * 3 + 48 * 2 + 8 * 6 + 8 * 4 + 16 * 3) // 8 + 6
+    precise = (40 * 7 + 88 * 5 + 64 * 4) // 8 + 6
+    assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * precise
+    assert LATENT.bytes_per_token("mixed2") == 26 * (mixed - 160 // 8) + 4 * precise, "a bit less"
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):

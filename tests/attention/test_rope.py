@@ -43,9 +43,6 @@ def test_a_layer_type_without_an_entry_takes_the_common_one_and_the_pairing_is_t
     assert found.pairing == "interleaved"
 
 
-# ---- the complex view ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @settings(deadline=None)
 @given(heads=st.integers(1, 4), pairs=st.integers(1, 6), rest=st.integers(0, 4), seed=st.integers(0, 99))
@@ -92,9 +89,6 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
     rotated = whole.to_complex(whole.rotation(positions, states.dtype)(states.mT).mT)[0][:, pairs]
     found = chosen.rotation(positions, states.dtype)(chosen.from_complex(numbers[:, pairs]).mT).mT
     torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], rotated, rtol=1e-11, atol=1e-11)
-
-
-# ---- longrope ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])

@@ -201,9 +201,9 @@ def test_layers_may_stay_as_the_source_has_them() -> None:
     assert latent.kept == grouped.kept == (0, 19)
     assert latent.values_per_token == 30 * 576 + 2 * 2 * 8 * 128
     assert grouped.bytes_per_token("bfloat16") == (30 * 2 + 2 * 8) * 2 * 128 * 2
-    precise = 4 * (384 + 16)
-    assert latent.bytes_per_token("int4") == 26 * (256 + 32) + precise + 30 * (48 + 2) + 2 * 2 * 8 * (64 + 16)
-    rows = 26 * FORMATS["mixed"].row_bytes(512, "latent") + precise + 30 * (48 + 2)
+    assert latent.bytes_per_token("int4") == 26 * (256 + 32) + 4 * (384 + 8) + 30 * (38 + 3) + 2 * 2 * 8 * (64 + 16)
+    mixed = FORMATS["mixed"]
+    rows = 26 * (mixed.row_bytes(512, "latent") + 33) + 4 * (mixed.precise.row_bytes(512, "latent") + 38 + 3)
     assert latent.bytes_per_token("mixed") == rows + 2 * 2 * 8 * (64 + 16), "heads beside it are in int4"
     assert [latent.is_latent(layer) for layer in (0, 1, 19)] == [False, True, False]
     assert source.latent(512, 64).keeping([], 8) == source.latent(512, 64)

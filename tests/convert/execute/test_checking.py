@@ -126,9 +126,6 @@ def test_a_model_beyond_memory_is_not_checked_and_cannot_write(
     assert warned()[0].startswith("the result was not compared with its source: it takes ")
 
 
-# ---- whole conversions ---------------------------------------------------------------------------------------------
-
-
 def test_without_a_text_the_model_writes_one(finished: Find) -> None:
     made = finished("own text")
     text = {"text": "its own text", "tokens": 512, "hash": made.provenance["calibration_hash"]}

@@ -45,9 +45,9 @@ def test_queries_are_fitted_to_rounded_latents_of_few_bits_alone(form: str, fitt
     monkeypatch.setattr(module, "balanced", lambda after, _: after)
     plan = SimpleNamespace(target=SimpleNamespace(rounding=FORMATS[form]), calibration=SimpleNamespace(refit=True))
     job: Any = SimpleNamespace(plan=plan, shows_attention=True)
-    after = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record(), 0, measured(inputs(20)))
+    after = module.Job.adapted(job, record(4, 2, 3, 0, 20), factored_record().paired("interleaved"), 0, measured(inputs(20)))
     assert seen == [FORMATS.get(fitted_to or "")]
-    assert after.rounding is FORMATS[form]
+    assert (after.rounding, after.rotary.pairing) == (FORMATS[form], "half"), "classes of pairs are those of the cache"
 
 
 def test_frequencies_are_tried_on_all_layers(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

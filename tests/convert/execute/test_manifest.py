@@ -26,9 +26,6 @@ def written_of(source: Path, groups: int | None = None) -> tuple[set[str], dict[
     return set(manifest.infos), manifest.dropped
 
 
-# ---- conversion.json -------------------------------------------------------------------------------------------------
-
-
 def test_every_tensor_is_accounted_for_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("olmo2")
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean"))

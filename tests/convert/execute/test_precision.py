@@ -41,10 +41,10 @@ def forms(model: Any) -> list[str]:
 
 def test_the_layer_whose_rounding_costs_most_is_precise(command: list[Any], convert: Convert, tmp_path: Path) -> None:
     out, said = command[-1], ok(convert(*command)).stdout
-    assert "mixed keeps the layers that copy in 6 bits: 1 of 5" in said
+    assert "mixed keeps the layers that copy in 4 to 7 bits: 1 of 5" in said
     assert read(out / "conversion.json")["precise_layers"] == read(out / "config.json")["precise_layers"] == [1]
     model = load(out, cache_dtype="mixed")
-    assert forms(model) == ["mixed", "6 bits", "mixed", "mixed", "mixed"]
+    assert forms(model) == ["mixed", "4 to 7 bits", "mixed", "mixed", "mixed"]
     held = sum(layer.nbytes for layer in model(tokens(1, 5)).past_key_values.layers)
     assert held == 5 * AttentionSpec.from_config(model.config).bytes_per_token("mixed")
     assert held == 5 * read(out / "conversion.json")["kv_bytes_per_token"]["after"]
@@ -64,7 +64,7 @@ def test_without_memory_for_the_experiment_a_layer_past_the_middle_is(
     assert "which layers copy was not measured, and mixed keeps some past the middle precise: it takes 9.0 GB" in stopped.stderr
     out, resumed = command[-1], ok(convert(*command, "--resume"))
     assert "precise_layers" not in read(out / "config.json").keys() | read(out / "conversion.json").keys()
-    assert forms(load(out, cache_dtype="mixed")) == ["mixed", "mixed", "mixed", "6 bits", "mixed"]
+    assert forms(load(out, cache_dtype="mixed")) == ["mixed", "mixed", "mixed", "4 to 7 bits", "mixed"]
     assert "was not measured" not in resumed.stderr
 
 

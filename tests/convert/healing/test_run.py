@@ -323,8 +323,6 @@ def test_too_little_memory_is_said(
     assert any("cpu has 0.0 GB free, and healing takes 0.0 GB without activations" in said for said in warned())
 
 
-# ---- what a time allows ------------------------------------------------------------------------------------------------
-
 PACES = 0.01, 0.002  # seconds of a token in a step and in a measurement
 
 

@@ -141,8 +141,6 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
     assert (inexact in found.notes) == (fold > 1)
 
 
-# ---- sizes of an engine ----------------------------------------------------------------------------------------------
-
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # caches 1,024 numbers
 
 

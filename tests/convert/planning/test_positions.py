@@ -103,9 +103,6 @@ def test_a_config_of_old_keys_is_written_with_the_new_ones_where_it_has_to_be(so
     assert all(map(torch.equal, rotations(after), rotations(before)))
 
 
-# ---- which results -------------------------------------------------------------------------------------------------
-
-
 SPLIT = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16}
 EVERYWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a source, its result's size
     "as many positions": ("llama", {"max_position_embeddings": 32}, {}),
