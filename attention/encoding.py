@@ -37,7 +37,9 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
         form: The format; n is a multiple of 8 where values take less than a byte.
         group: Consecutive values that share a scale; n where channels have classes.
     """
-    if form.classes and values.shape[-1]:
+    if not values.shape[-1]:  # a RoPE key of no dims
+        return Encoded(values.to(torch.uint8))
+    if form.classes:
         parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
         of_classes = [part.scales for part in parts if part.scales is not None]
         return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(of_classes, -1))
@@ -46,8 +48,7 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     if not (form.group or form.reach):
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
-        # A RoPE key of no dims has classes, and no numbers.
-        return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name, torch.uint8)))
+        return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name)))
     codes, scales, offsets = _quantised(values.float(), form, group)
     return Encoded(_packed(codes, form.bits), scales, offsets)
 
@@ -77,14 +78,13 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
-    if form.classes and group:
-        assert stored.scales is not None
+    if stored.scales is None:
+        return stored.codes.to(dtype)
+    if form.classes:
         cut = [(own, count) for own, count in form.cut(group) if count]
         codes = stored.codes.split([count * own.bits // 8 for own, count in cut], -1)
         parts = zip(cut, codes, stored.scales.split(1, -1), strict=True)
         return _joined([decode(Encoded(part, scale), own, count, dtype) for (own, count), part, scale in parts], form)
-    if stored.scales is None:
-        return stored.codes.to(dtype)
     codes = _unpacked(stored.codes, form.bits).to(torch.promote_types(dtype, torch.float32))
     return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
 

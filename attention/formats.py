@@ -41,7 +41,7 @@ class Format:
             largest magnitude, rounded up, and what is beyond becomes it. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
-        paired: Whether they are of a RoPE key, in the order of its pairs (i, i + n/2) of dims, the last and slowest first.
+        paired: Whether the classes are of a RoPE key, whose pairs (i, i + n/2) of dims come in reverse: the slowest first.
         rope: The format of the RoPE key beside a latent, if another.
         heads: The format of heads, if another, in layers that have no latent.
         precise: The format of a few layers with a latent, if another: see `AttentionSpec.format_of`.

@@ -207,7 +207,7 @@ class FactoredAttention:
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
         normalised: Whether the latent is divided by its norm, which is nearly one.
-        rounding: The format that its latent and its RoPE key, then paired in halves, are cached in; None for no rounding.
+        rounding: The format of the cached latent and RoPE key, whose pairs are then in halves; None for no rounding.
         gain: `[R]`, what a normalised latent is multiplied by; None for ones.
     """
 
