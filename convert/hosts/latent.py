@@ -178,8 +178,6 @@ def alone(family: Family) -> Family:
     return family_of(family.decoder.model_type).of(family.decoder)
 
 
-# ---- portable ---------------------------------------------------------------------------------------------------------
-
 _TURNS = 1e12
 _EXACT = 1e-5  # of a ladder's ratio: frequencies are computed in fp32
 
