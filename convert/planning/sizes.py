@@ -164,7 +164,7 @@ class Sizing(LatentBounds):
                 f"a budget of {budget:.0f} bytes per token is too small: layers that stay take {staying / self.context:.0f}",
                 hint="give a larger one, or --all-layers; or name fewer with --keep-layers",
             )
-        bits = 0.9 * sum(share * own.bits for share, own in form.classes) or form.bits  # at least: classes are cut to bytes
+        bits = 0.9 * sum(share * own.bits for share, own in form.classes) or form.bits  # a lower bound: classes fill bytes
         values = int((whole - staying) * 8 // (changed * bits))
         if self.engine and self.engine.latents:  # it takes a few sizes only
             return self.engine.fitting(values)
