@@ -63,8 +63,8 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
         codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
         return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
     if form.reach:
-        magnitudes = _each_group(given, group, 0).abs().amax(-1)
-        exact = (magnitudes * (form.reach / (2 ** (form.bits - 1) - 0.5))).half().nan_to_num(torch.inf, torch.inf)
+        outermost = _each_group(given, group, 0).abs().amax(-1) * form.outermost(min(group, size))
+        exact = (outermost / (2 ** (form.bits - 1) - 0.5)).half().nan_to_num(torch.inf, torch.inf)
         scales = (exact.view(torch.int16) + 127 >> 7).to(torch.uint8)  # rounded up to three bits behind the point
         steps = _spread(_widened(scales).masked_fill(scales == 0, 1), group, size)
         return (given / steps + 2 ** (form.bits - 1)).floor().nan_to_num(0).clamp(0, top).to(torch.uint8), scales, None

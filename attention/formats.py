@@ -11,6 +11,7 @@ vLLM and SGLang have formats of their own. kvfold rounds as they do (`attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,8 +38,8 @@ class Format:
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
         hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
-        reach: Codes are the middles of even steps about zero, without an offset; the outermost is this share of a group's
-            largest magnitude, rounded up, and what is beyond becomes it. 0 where another rule holds.
+        reach: The outermost code in standard deviations, which follow from a group's largest magnitude as if it were normal;
+            inf for that magnitude itself. Codes are then the middles of even steps about zero. 0 where another rule holds.
         classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
             class share a scale. Such a format takes no heads.
         paired: Whether the classes are of a RoPE key, whose pairs (i, i + n/2) of dims come in reverse: the slowest first.
@@ -75,6 +76,12 @@ class Format:
     def scale_bytes(self) -> int:
         """Bytes of a group's scale and its offset, if it has one."""
         return 1 if self.reach else _SCALE if self.steps else 2 * _SCALE
+
+    def outermost(self, size: int) -> float:
+        """The outermost code as a share of the largest magnitude in a group of `size` values; larger values become it."""
+        t = math.sqrt(2 * math.log(size / 0.265))
+        largest = t - (2.30753 + 0.27061 * t) / (1 + 0.99229 * t + 0.04481 * t * t)  # Abramowitz and Stegun 1964, 26.2.22
+        return min(_WITHIN, self.reach / largest) if self.reach < math.inf else 1.0
 
     def of(self, part: Part) -> Format:
         """The format of a part of a cache in this one."""
@@ -144,12 +151,13 @@ class Format:
                 )
 
 
-# Of classes of channels by their bits. Latents are nearly normal behind a rotation, which decides where to cut them off.
-_REACH = {4: 0.96, 3: 0.78, 2: 0.58, 1: 0.32}
+# Of classes of channels by their bits, and in small groups: latents are nearly normal behind a rotation, and normal numbers err
+# least with these where the scale follows from the largest of 8 to 256, and is rounded up.
+_REACH, _WITHIN = {4: 2.4, 3: 2.0, 2: 1.47, 1: 0.76}, 0.94
 
 
 def _classes(bits: Sequence[int], shares: Sequence[float] = (0.2, 0.5, 0.3)) -> tuple[tuple[float, Format], ...]:
-    return tuple((share, Format(f"{n} bits", n, reach=_REACH.get(n, 1.0))) for share, n in zip(shares, bits, strict=True))
+    return tuple((share, Format(f"{n} bits", n, reach=_REACH.get(n, math.inf))) for share, n in zip(shares, bits, strict=True))
 
 
 def _rope(*bits: int) -> Format:
@@ -163,7 +171,7 @@ def _mixed(name: str, *bits: int) -> Format:
 
 _ROPE = _rope(7, 5, 4)
 _FINE = Format("4 to 7 bits", 4, classes=_classes((7, 5, 4)), rope=_ROPE)
-_SIX = Format("6 bits", 6, latent_group=64, reach=1.0, rope=_ROPE)
+_SIX = Format("6 bits", 6, latent_group=64, reach=math.inf, rope=_ROPE)
 _INT4 = Format("int4", 4, 32, 64, rope=_ROPE, precise=_SIX)
 
 FORMATS = {

@@ -111,11 +111,7 @@ class Calibrating(TypedDict, total=False):
     ]
     calibration_context: Annotated[
         int | str | None,
-        _count(
-            "Tokens per calibration block.",
-            "2048; 512 where MODEL writes a part of it; at most MODEL's limit",
-            least=2,
-        ),
+        _count("Tokens per calibration block.", "2048; 512 where MODEL writes a part of it; at most MODEL's limit", least=2),
     ]
     max_context: Annotated[
         int | str | None,

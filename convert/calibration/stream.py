@@ -199,8 +199,6 @@ class LayerStream:
             if but is None or path != self._inputs(but):
                 path.unlink()
 
-    # ---- files -----------------------------------------------------------------------------------------------------
-
     def _inputs(self, layer: int) -> Path:
         return self._spool.with_name(f"{self._spool.name}-{layer}")
 
@@ -237,8 +235,6 @@ class LayerStream:
                     return False
             self._trusted.add(layer)
         return True
-
-    # ---- modules ---------------------------------------------------------------------------------------------------
 
     def _path(self, layer: int) -> str:
         """The path of the decoder layer."""

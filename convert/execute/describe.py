@@ -138,9 +138,6 @@ def _measured(provenance: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-# ---- conversion.json -------------------------------------------------------------------------------------------------
-
-
 def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibrated | None) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
@@ -224,9 +221,6 @@ def _tensors(manifest: Manifest, layers: Sequence[dict[str, Any]]) -> dict[str, 
         **({"renamed": renamed} if renamed else {}),
         "dropped": {name: why for name, why in manifest.dropped.items() if name not in renamed},
     }
-
-
-# ---- the card and what it says -----------------------------------------------------------------------------------
 
 
 def model_card(plan: Plan, provenance: dict[str, Any]) -> str:

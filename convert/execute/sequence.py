@@ -1,7 +1,7 @@
 """Converts layers in order, each on the outputs of the converted layers before it, so that it can compensate for their losses.
 
 Two models run side by side over the calibration text, one layer at a time: the source, whose outputs are the aim, and the
-result so far. Finished layers and the inputs of the next one are on disk, where `--resume` finds them.
+result so far, not sharpened yet. Finished layers and the inputs of the next one are on disk, where `--resume` finds them.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.loading import empty_model
 from convert.execute.job import Job
+from convert.methods.sharpened import sharpened
 from convert.planning.calibration import CalibrationText
 from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
@@ -33,21 +34,18 @@ def in_sequence(job: Job, text: CalibrationText) -> Callable[[int], Content]:
     Returns:
         Maps a layer's index to its tensors and its note.
     """
-    shelf, layers = Shelf(job.work.steps, "layer"), job.plan.before.num_layers
-    missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
-    if missing is None:
+    shelf = Shelf(job.work.steps, "layer")
+    missing = [layer for layer in range(job.plan.before.num_layers) if not shelf.has(layer)]
+    if not missing:
         return shelf.get
     pair = _Pair(job, text)
-    begin = pair.begin(missing)
-    with stage(job.progress, "fit", layers - begin, "layer") as done:
-        for layer in range(begin, layers):
-            if shelf.has(layer):
-                pair.teacher.advance(layer)
-            else:
-                shelf.put(layer, *pair.converted(layer))
-            if layer + 1 < layers:
-                tensors, _ = shelf.get(layer)
-                pair.student.advance(layer, weights=tensors)
+    begin, end = pair.begin(missing[0]), missing[-1] + 1
+    with stage(job.progress, "fit", end - begin, "layer") as done:
+        for layer in range(begin, end):  # all of them: tensors that are not sharpened yet are not on the shelf
+            content, plain = pair.converted(layer)
+            if layer + 1 < end:
+                pair.student.advance(layer, weights=plain)
+            shelf.put(layer, *content)
             done(1)
     for stream in (pair.teacher, pair.student):
         stream.discard()
@@ -81,12 +79,12 @@ class _Pair:
             stream.embed()
         return 0
 
-    def converted(self, layer: int) -> Content:
-        """The layer after all steps. The source has then run past it."""
+    def converted(self, layer: int) -> tuple[Content, dict[str, torch.Tensor]]:
+        """The layer, and its tensors before they are sharpened, behind which later ones are fitted. The source is past it."""
         job = self._job
         if layer in job.spec.kept:
             self.teacher.advance(layer)
-            return job.kept(layer)
+            return (kept := job.kept(layer)), kept[0]
         tensors, source = job.read_layer(layer)
         sample = sample_for(self.teacher.width, normed=job.plan.target.host.portable)
         moments = Moments(layer, self.teacher, source, sample, job.shows_attention)
@@ -96,7 +94,9 @@ class _Pair:
         errors = job.error_of(source, after, observed)
         if after.o_bias is None and self._biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-        return job.as_stored(layer, tensors, self._refitted(layer, after), errors)
+        fitted = self._refitted(layer, after)
+        last = sharpened(fitted, errors.get("output_error", 0.0), observed)
+        return job.as_stored(layer, tensors, last, errors), job.as_stored(layer, tensors, fitted, errors)[0]
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)

@@ -143,8 +143,6 @@ class Family(ABC):
         """The part of its config that describes the decoder."""
         return decoder_of(self.config)
 
-    # ---- what a layout defines -------------------------------------------------------------------------------------
-
     @abstractmethod
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the layer's attention, by its name in the checkpoint."""
@@ -182,8 +180,6 @@ class Family(ABC):
     def beside(self, name: str) -> str | None:
         """The name that a tensor keeps here whose role no table of the source's says; None if it has no place here."""
         return None if self.is_row else name
-
-    # ---- what the config says --------------------------------------------------------------------------------------
 
     @property
     def folded(self) -> tuple[str, ...]:
@@ -310,8 +306,6 @@ class Family(ABC):
             "softmax_scale": self.scale,
             "also": dict(traits.extra_features),
         }
-
-    # ---- where modules are -----------------------------------------------------------------------------------------
 
     def module(self, layer: int) -> str:
         """The path of a layer's attention module; its parent is the decoder layer."""

@@ -28,8 +28,6 @@ from convert.families.rows import MEGATRON
 if TYPE_CHECKING:
     import torch
 
-# ---- ALiBi -----------------------------------------------------------------------------------------------------------
-
 _MOST = 8  # the exponent of ALiBi's least slope
 # (field, the only value that MPT's class or a record knows, the reason for refusing any other)
 _ATTENTION: tuple[tuple[str, Any, str], ...] = (
@@ -121,9 +119,6 @@ MPT = Mpt(
     base="transformer",
 )
 
-
-# ---- GPT-2 -----------------------------------------------------------------------------------------------------------
-
 _DIVIDES = "scale_attn_by_inverse_layer_idx"
 
 
@@ -188,9 +183,6 @@ _GPT2_AND_BIGCODE = (
     ),
     MultiQueryProjections(**GPT_BIGCODE),
 )
-
-
-# ---- Falcon ----------------------------------------------------------------------------------------------------------
 
 _LAYERS = "transformer.h"
 _ONE_NORM = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head")

@@ -43,9 +43,6 @@ _SQUARES = 4  # of integers: every number is a sum of so many (Lagrange, 1770)
 _SIZE = 2.0**8  # of latents that are divided by their norm
 
 
-# ---- layouts ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NormalisedLatent(Family):
     """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that has an effect.
@@ -160,8 +157,6 @@ class LatentLayout(NormalisedLatent):
 
 V3 = NormalisedLatent("deepseek_v3", "interleaved")
 ROWS = (LatentLayout("deepseek_v3", "interleaved"), LatentLayout("minicpm3", "half"))
-
-# ---- constants --------------------------------------------------------------------------------------------------------
 
 
 def constants(rank: int) -> list[float]:

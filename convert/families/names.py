@@ -171,9 +171,6 @@ def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place |
     return None
 
 
-# ---- tables that several families share, or that differ from a shared one ------------------------------------------------
-
-
 def decoder_table(layers: str, around: Mapping[str, str], within: Mapping[str, str]) -> NameTable:
     """The table of roles by paths: of modules around the layers, and of those in each of `layers`."""
     outer = (Row(path, (role,)) for path, role in around.items())

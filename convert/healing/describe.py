@@ -137,9 +137,6 @@ class Healing(PlannedHealing):
         return "\n".join([*self._lines(), *lines, f"written to {self.output}"])
 
 
-# ---- conversion.json and README.md --------------------------------------------------------------------------------------
-
-
 def provenance_of(plan: HealPlan, texts: list[dict[str, Any]], text: TrainingText, outcome: Outcome) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 

@@ -125,9 +125,6 @@ def _follow(plan: HealPlan) -> dict[str, Any]:
     return dict(agreed(None))
 
 
-# ---- what a time allows ------------------------------------------------------------------------------------------------
-
-
 def within(plan: HealPlan, seconds: float, progress: Progress) -> HealPlan:
     """The plan with the tokens that train for about so long here: its steps, and the measurements between them.
 

@@ -93,9 +93,6 @@ def agreed(mine: Any) -> Any:
     return said[0]
 
 
-# ---- tensors, of which each process may hold a part -------------------------------------------------------------------
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Every process calls this, in the same order."""
     tensor = tensor.detach()

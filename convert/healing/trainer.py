@@ -109,8 +109,6 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         metrics = self.evaluate(metric_key_prefix="measured")
         return metrics["measured_kl"], metrics["measured_loss_nats"]
 
-    # ---- what the Trainer asks for -------------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This process's parts of the blocks of each step, whose order follows from the seed alone."""
         plan, first, world = self.plan, self.args.process_index, self.args.world_size
@@ -152,8 +150,6 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
                 f"the norm of the gradients is {norm} at step {self.state.global_step + 1}",
                 hint="begin again with a smaller --lr and --overwrite",
             )
-
-    # ---- weights and checkpoints, which all processes write and read together --------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of what trains, by name; of what this process holds of it."""

@@ -151,7 +151,8 @@ class RopeKeys:
     def kept(self, pairs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """The costliest components of each frequency, as many as its entries in `pairs`: s `[H, L, m]`, and y `[m, E + 1]`."""
         _, basis, components = self.components
-        parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
+        # The costliest last, where `Format.paired` has more bits.
+        parts = [pairs[i + 1 :].count(pair) for i, pair in enumerate(pairs)]
         coefficients = basis.new_zeros(*self.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
             coefficients[:, pair, m] = basis[pair, :, part]

@@ -217,8 +217,9 @@ class Plan(Request):
     @property
     def steps(self) -> list[str]:
         """The names of what happens to each layer, in order, and then to the whole result."""
-        target, text = self.target, self.calibration
+        target, text, family = self.target, self.calibration, self.family
         refit = text is not None and text.refit
+        normed = family.traits.qk_norm is not None and not self.reads_projections
         taken = {
             target.method.name: True,
             "constant norm": target.host.portable,
@@ -227,6 +228,7 @@ class Plan(Request):
             "queries behind a norm": target.spec.q_lora_rank is not None,
             "scale": target.spec.kv_lora_rank is not None,
             "fit to outputs": refit,
+            "sharpen": refit and any(map(family.rotary, target.spec.changed)) and not normed and not self.unmodelled,
             "cast": self.output.dtype not in (None, self.source.dtype),
             "heal": bool(text and text.heal),
         }

@@ -48,6 +48,19 @@ def test_integers_err_by_half_a_scale_and_their_own_rounding(form: Format, size:
         assert (found.amin(-1, keepdim=True) - low).abs().le(rounding).all()  # the smallest value has code 0
 
 
+def test_outermost_codes_are_where_normal_numbers_err_least() -> None:
+    found = [form.outermost(size) for _, form in FORMATS["mixed2"].classes for size in (8, 32, 256)]
+    assert found == pytest.approx([0.94, 0.92, 0.80, 0.78, 0.62, 0.48, 0.42, 0.32, 0.24], abs=0.03)  # by simulation
+
+
+def test_an_encoding_is_one_graph() -> None:
+    for part in (MIXED, MIXED.of("rope")):
+        compiled = torch.compile(lambda values, part=part: encode(values, part, 48), fullgraph=True, backend="eager")
+        found, expected = compiled(values := draw(2, 48)), encode(values, part, 48)
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scales, expected.scales)
+
+
 @pytest.mark.parametrize("form", SYMMETRIC, ids=named)
 @pytest.mark.parametrize("size", [32, 64, 160])
 def test_integers_without_an_offset_err_by_half_a_scale_and_that_scale_s_rounding(form: Format, size: int) -> None:
@@ -68,7 +81,7 @@ def test_integers_without_an_offset_err_by_half_a_scale_and_that_scale_s_roundin
 def test_classes_err_by_half_a_step_within_their_reach(form: Format) -> None:
     values = draw(2, 3, 50, 48)
     read = back(values, form, 48)
-    largest = values.abs().amax(-1, keepdim=True) * form.reach
+    largest = values.abs().amax(-1, keepdim=True) * form.outermost(48)
     step = 9 / 8 * largest / (2 ** (form.bits - 1) - 0.5)  # at most: scales have three bits behind the point
     within = values.abs() <= largest
     assert ((read - values).abs() <= step / 2 + 1e-6)[within].all()

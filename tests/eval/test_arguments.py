@@ -67,9 +67,6 @@ def test_the_signature_stays_as_it_is_written() -> None:
         takes(**{"other": 1})  # type: ignore[arg-type]
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
 class Size(TypedDict, total=False):
     width: Required[Annotated[int, Option("How wide. See --max-height.", least=1, most=9)]]
     max_height: Annotated[int | str | None, Option("How high MODEL is; repeatable.", unset="as --width", least=2, parse=int)]

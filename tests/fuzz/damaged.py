@@ -122,9 +122,6 @@ def raised_at(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:200]} ({lines})"
 
 
-# ---- what is damaged -----------------------------------------------------------------------------------------------
-
-
 def configs() -> list[dict[str, Any]]:
     """Small configs of every family, whole and without defaults, and of latent attention as `convert mla` writes it."""
     known = [tiny_config(name) for name in sorted(FAMILIES)]
@@ -253,9 +250,6 @@ KINDS: dict[str, Callable[[], Work]] = {
     "config": of_config, "weights": of_weights, "gguf": of_gguf, "state": of_state,
     "conversion": lambda: of_interrupted(MQA, 3), "sweep": of_sweep, "recipe": of_recipe, "provenance": of_provenance,
 }  # fmt: skip
-
-
-# ---- runs ----------------------------------------------------------------------------------------------------------
 
 
 def copies(template: Path, place: Path, count: int) -> Iterator[Path]:

@@ -32,9 +32,6 @@ class Unexplained(Unread):
     """The same, of an attention whose parameters a record has: what it computes is in the way."""
 
 
-# ---- where the projections are -------------------------------------------------------------------------------------------
-
-
 def _projections(twin: Twin, calls: Mapping[str, Call], spec: AttentionSpec) -> tuple[str, str, tuple[str, ...]]:
     """The path of the list of layers, that of the attention in a layer, and the names of its projections there.
 
@@ -103,9 +100,6 @@ def _without(twin: Twin, path: str, name: str, tokens: slice = slice(None)) -> t
 
     with twin.model.get_submodule(f"{path}.{name}").register_forward_hook(zeroed):
         return twin.calls()[path].gave
-
-
-# ---- what they compute ---------------------------------------------------------------------------------------------------
 
 
 class Search:

@@ -32,9 +32,6 @@ def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, p
     assert changed(fitted, spoilt) == ({"q", "q_bias"} if biased else {"q"})
 
 
-# ---- the objective ---------------------------------------------------------------------------------------------------
-
-
 def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._QueryFit]:
     parts = fitted_spans(heads.stop - heads.start, len(X), X.shape[1], TOKENS)
     return [fit_of(a, after, x, heads, part) for x, part in zip(X, parts, strict=True)]

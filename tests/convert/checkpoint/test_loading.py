@@ -199,8 +199,6 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     assert found.sources("model.layers.3.mlp.experts.down_proj")[10] == "model.layers.3.mlp.experts.10.down_proj.weight"
 
 
-# ---- checkpoints that would not load whole ---------------------------------------------------------------------------
-
 MLP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
 
 

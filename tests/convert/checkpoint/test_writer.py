@@ -83,9 +83,6 @@ def test_an_index_lists_every_tensor(tmp_path: Path) -> None:
     assert shard_names(1) == ["model.safetensors"]
 
 
-# ---- checksums, and what is on the disk when -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is synced and renamed, in order, by name."""

@@ -64,9 +64,6 @@ def test_a_number_that_is_none_is_refused(checkpoint: Make, convert: Convert) ->
     assert "calibrated_positions is -1; it must be" in convert("inspect", source).stderr
 
 
-# ---- what changes nothing, and what is not said --------------------------------------------------------------------
-
-
 def test_a_copy_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, out = checkpoint(), tmp_path / "out"  # 4 KV heads
     refused = convert("gqa", source, out, "--groups", 4)

@@ -28,9 +28,6 @@ from eval.inputs.source import Source
 WITH_KV_HEADS = [name for name, family in FAMILIES.items() if family.has_heads]
 
 
-# ---- fewer KV heads --------------------------------------------------------------------------------------------------
-
-
 def test_merged_heads_are_rounded_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     ok(convert("gqa", source, tmp_path / "half", "--groups", 4, "--dtype", "bfloat16"))
@@ -69,9 +66,6 @@ def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
     before, after = parts_of(source), parts_of(tmp_path / "out")
     assert before.keys() - after.keys() <= {"padding_positions.weight"}
     assert all(torch.equal(before[role].float(), after[role]) for role in after)
-
-
-# ---- a latent --------------------------------------------------------------------------------------------------------
 
 
 NO_POSITIONS = {"no_rope_layers": [1, 0, 1], "hidden_size": 96}

@@ -61,9 +61,6 @@ def test_a_cast_is_not_called_a_copy(shelf: Make, convert: Convert, tmp_path: Pa
     assert provenance["kv_bytes_per_token"]["after"] == 3 * 2 * 4 * 8 * 2
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
-
-
 def test_heads_that_had_tensors_of_their_own_are_accounted_for(checkpoint: Make) -> None:
     source = checkpoint("stablelm", qk_layernorm=True)
     names, dropped = written_of(source, 2)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Convert, Logits, Make, damage, layer_notes, ok, read, refused, same_but_for_the_run, stop_at, weights
 
 from convert.calibration.stream import LayerStream
+from convert.execute import sequence
 from convert.execute.job import Job
 from eval.inputs.sealed import Shelf
 
@@ -57,6 +58,22 @@ def test_methods_that_look_at_weights_alone_can_be_refitted(
     assert read(tmp_path / "out" / "conversion.json")["calibration_hash"].startswith("sha256:")
 
 
+@pytest.mark.parametrize("command", SIZES)
+def test_queries_are_sharpened_only_in_what_is_written(
+    command: str, shelf: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers that follow are fitted to what they would be without."""
+    source = shelf(num_hidden_layers=2)
+    ok(convert(command, source, tmp_path / "out", *SIZES[command], *on, "--dtype", "float32"))
+    monkeypatch.setattr(sequence, "sharpened", lambda after, *_: after)
+    ok(convert(command, source, tmp_path / "plain", *SIZES[command], *on, "--dtype", "float32"))
+    found, plain = weights(tmp_path / "out"), weights(tmp_path / "plain")
+    assert found.keys() == plain.keys()
+    changed = {name for name in found if not torch.equal(found[name], plain[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+    assert all(note["output_error"] > 1e-6 for note in layer_notes(tmp_path / "out"))
+
+
 def test_a_layer_that_adds_nothing_still_adds_nothing(
     checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
@@ -70,8 +87,12 @@ def test_a_layer_that_adds_nothing_still_adds_nothing(
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     rows(
-        [*((Job, "as_stored", count) for count in (1, 2, 3)), *((LayerStream, "advance", count) for count in range(1, 6))],
-        [(Job, "as_stored", 2), (LayerStream, "advance", 4)],
+        [
+            *((Job, "as_stored", count) for count in (1, 2, 3, 6)),
+            (Shelf, "put", 2),
+            *((LayerStream, "advance", count) for count in range(1, 6)),
+        ],
+        [(Job, "as_stored", 3), (Shelf, "put", 2), (LayerStream, "advance", 4)],
     ),
 )
 def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(

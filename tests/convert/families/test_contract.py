@@ -19,8 +19,6 @@ from convert.calibration.stream import positioned
 from convert.families import FAMILIES, Family
 from convert.families.rows import ROWS
 
-# ---- tensors ---------------------------------------------------------------------------------------------------------
-
 HEADS = [name for name, family in FAMILIES.items() if family.has_heads]  # a latent is not converted again
 
 # Layouts in which one model type stores its heads in several ways, with how many KV heads share the query heads of each.

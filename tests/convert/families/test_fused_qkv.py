@@ -59,8 +59,6 @@ def test_masks_of_mpt_leave_room_for_scores_in_half_precision(checkpoint: Make, 
     assert bool(((found + 100).float().exp() == 0).all())
 
 
-# ---- Falcon ----------------------------------------------------------------------------------------------------------
-
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "one KV head": {"multi_query": True},
     "one for each, in turn": {"parallel_attn": False, "bias": True},

@@ -174,15 +174,6 @@ NORM, DOWN, BIAS = "kv_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_p
 Tensors = dict[str, torch.Tensor]
 
 
-def _random_gains(tensors: Tensors) -> None:
-    tensors[NORM].copy_(torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.5)
-
-
-def _ones(tensors: Tensors) -> None:
-    """A norm as it is before any training, which has no constants."""
-    tensors[NORM].fill_(1)
-
-
 def _scaled(factor: float, *names: str) -> Callable[[Tensors], None]:
     def scale(tensors: Tensors) -> None:
         for name in names:
@@ -200,8 +191,8 @@ def _set(name: str, index: int | tuple[int, int], value: float) -> Callable[[Ten
 
 # Of rank 16, whose one constant is channel 15.
 DOES_SOMETHING: dict[str, Callable[[Tensors], None]] = {
-    "random gains": _random_gains,
-    "gains of one": _ones,
+    "random gains": lambda tensors: tensors[NORM].copy_(torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.5),
+    "gains of one": lambda tensors: tensors[NORM].fill_(1),  # as before any training, which has no constants
     "gains of zero": lambda tensors: tensors[NORM].zero_(),
     "one other gain": _set(NORM, 3, 2.0**14),
     "a gain that is not a number": _set(NORM, 3, math.nan),

@@ -48,9 +48,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model.config, Reader(path), FAMILIES[model_type].of(model.config)
 
 
-# ---- families --------------------------------------------------------------------------------------------------------
-
-
 def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(saved: tuple[Any, Reader, Family]) -> None:
     config, reader, family = saved
     attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(layer)}
@@ -96,9 +93,6 @@ def test_fused_projections_are_the_gate_and_then_what_it_multiplies() -> None:
     x = torch.randn(3, 64)
     gate, up = (x @ parts[f"layers.1.mlp.{part}.weight"].T for part in ("gate", "up"))
     torch.testing.assert_close(mlp.down_proj(torch.nn.functional.silu(gate) * up), mlp(x))
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def test_gpt2_by_its_table() -> None:

@@ -88,8 +88,6 @@ def test_query_biases_go_through_the_latent_of_queries() -> None:
         assert DEEPSEEK.notes(family) == ((note,) if through else ())
 
 
-# ---- portable --------------------------------------------------------------------------------------------------------
-
 PREFIX = "model.layers.0.self_attn."
 
 
@@ -180,8 +178,6 @@ def test_llama_cpp_wants_a_latent_of_queries_save_at_26_and_27_layers(layers: in
     said = ENGINES["llama.cpp"].objection(PORTABLE, FAMILIES["llama"], other)
     assert said == f"llama.cpp takes models of {layers} layers {whether} a latent of queries"
 
-
-# ---- whole conversions ---------------------------------------------------------------------------------------------
 
 SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
 

@@ -16,8 +16,6 @@ from convert.methods.balanced import balanced, balanced_heads
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics
 
-# ---- latents ---------------------------------------------------------------------------------------------------------
-
 
 def uneven(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Statistics]:
     """A latent whose channels differ much in size, as methods leave them; inputs, and their statistics."""
@@ -183,9 +181,6 @@ def test_channels_that_are_empty_stay() -> None:
     found = balanced(a, statistics)
     for name in ("down", "up_k", "up_v", "q_nope"):
         assert torch.equal(getattr(found, name), getattr(a, name)), name
-
-
-# ---- heads -----------------------------------------------------------------------------------------------------------
 
 
 def lopsided(**kind: object) -> Attention:

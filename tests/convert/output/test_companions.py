@@ -116,8 +116,6 @@ def test_a_tokenizer_that_no_name_makes_the_same_is_refused(
         tokenizer_class(Source.parse(str(shelf("qwen2"))), finished("latent in shards").config)
 
 
-# ---- renewing the code beside weights: both files, nothing else, and what is said of code of another version ---------
-
 NAMES = [file.name for file in CODE]
 OURS, NEWER = code_version(CODE[0]), code_version(CODE[0]) + 1
 NO_VERSION = "configuration_kvfold.py (no version) and modeling_kvfold.py (no version)"

@@ -40,9 +40,6 @@ def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags
     assert CalibrationOptions(**options).flags == flags
 
 
-# ---- what a plan makes of them -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
@@ -123,9 +120,6 @@ def test_options_that_contradict_the_method_or_the_source_are_refused(
     with pytest.raises(Refusal, match=re.escape(message)) as caught:
         decided(source(), method, **options)
     assert hint in str(caught.value.hint)
-
-
-# ---- the text ------------------------------------------------------------------------------------------------------
 
 
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:

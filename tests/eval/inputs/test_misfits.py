@@ -106,9 +106,6 @@ def test_a_pickled_model_is_no_weights_and_torch_does_not_say_how_to_run_it(tmp_
     assert caught.value.hint == "have who made it save it with save_pretrained, as safetensors"
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
-
-
 def laid(path: Path, *names: str) -> Path:
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)

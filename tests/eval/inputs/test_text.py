@@ -172,8 +172,6 @@ def test_runs_are_found_at_any_place() -> None:
     assert overlap(ids[:10], ids[:30]) == 1
 
 
-# ---- a text that is encoded piece by piece has the tokens that it has as a whole -------------------------------------
-
 DRAW = random.Random(0)
 WORDS = ["".join(DRAW.choices("aeioubdklmnprst", k=DRAW.randint(2, 9))) for _ in range(300)]
 ENDS = [" ", " ", " ", "  ", "\n", "\n\n", ", ", " 12.5 ", "é≠😀", "\r\n", "\t"]

@@ -63,8 +63,6 @@ def test_models_are_in_memory_together_only_while_they_are_small(
     assert len(stages) == 4 - max(expected)
 
 
-# ---- the bytes of a cache -------------------------------------------------------------------------------------------
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},

@@ -155,8 +155,6 @@ def test_logits_that_are_not_finite_fail_with_the_dtype_and_a_next_step(damaged:
     assert "--dtype" in caught.value.hint
 
 
-# ---- how a text becomes scored tokens, as known answers --------------------------------------------------------------
-
 # Tokens of a text bear their index plus this, so that a block shows where it was cut.
 FIRST = 10
 

@@ -14,7 +14,7 @@ from attention.versions import CACHE
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.quality.evaluation import report_of
-from eval.quality.probes import RUN, Reading, figures, probed, probes_for, probes_on
+from eval.quality.probes import RUN, figures, probed, probes_for, probes_on
 from eval.quality.settings import EvaluationSettings
 from eval.report.quality import sections
 from eval.terminal.progress import silent
@@ -95,10 +95,6 @@ def test_every_sequence_begins_with_bos_if_the_tokenizer_adds_one() -> None:
                 assert torch.equal(asked.ids[positions], asked.ids[positions - at])
 
 
-def _spoken(reading: Reading) -> str:
-    return bytes(asked if (asked := int(token)) < 128 else 32 for token in reading.ids).decode()
-
-
 def test_answers_stand_where_they_are_said_to_be() -> None:
     probes, again = probes_on(IDS, 2048, encode), probes_on(IDS, 2048, encode)
     assert all(torch.equal(one.ids, other.ids) for one, other in zip(probes, again, strict=True))
@@ -108,7 +104,7 @@ def test_answers_stand_where_they_are_said_to_be() -> None:
         assert {task for (task, _), _ in reading.answers} == {"copy", "key–value", "four codes", "variables"}
         everything = torch.cat([positions for _, positions in reading.answers])
         assert len(everything.unique()) == len(everything), "no two overlap"
-        text = _spoken(reading)
+        text = bytes(one if one < 128 else 32 for one in reading.ids.tolist()).decode()
         for (task, at), positions in reading.answers:
             answer = "".join(text[place] for place in positions.tolist())
             if at is not None:

@@ -200,8 +200,6 @@ def test_html_escapes_hostile_text(index: int) -> None:
     assert "\x1b" not in text
 
 
-# ---- the plot --------------------------------------------------------------------------------------------------------
-
 TO_SVG = reports.to_svg
 
 

@@ -111,8 +111,6 @@ def test_the_peak_is_of_what_a_prefill_and_a_step_allocate(monkeypatch: pytest.M
     assert log == ["to_start", "synchronize", *measured]
 
 
-# ---- a step --------------------------------------------------------------------------------------------------------
-
 LONG = "windows longer than the context"
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_model(tiny_config("llama")),

@@ -34,8 +34,6 @@ from convert.planning.allowed import convertible
 from eval.inputs.loading import load
 from eval.inputs.source import Source
 
-# ---- types of transformers -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("model_type", FOUND)
 def test_the_types_that_are_listed_are_found_and_come_back(model_type: str) -> None:

@@ -1,0 +1,53 @@
+"""Sharpened queries: what they vary by where they rotate counts more, and nothing else changes."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from records import factored, factored_behind_norms, inputs, measured, measured_behind, random, record
+
+from attention.record import Attention, FactoredAttention, Record
+from convert.methods.sharpened import sharpened
+
+LOST = 0.02
+CASES: dict[str, Record] = {
+    "heads": record(nope=2),
+    "latent": factored(),
+    "latent of queries": replace(factored(width=24), q_down=random(24, 20)),
+    "behind norms": factored_behind_norms(),
+}
+
+
+def rotary_queries(a: Record, read: torch.Tensor) -> torch.Tensor:
+    """`[H, T, P]` before RoPE and biases, of what queries read."""
+    rows = a.q_rope if isinstance(a, FactoredAttention) else a.q[:, : a.rotary.dims if a.rotary else 0]
+    return read @ rows.double().mT
+
+
+@pytest.mark.parametrize(("lost", "gain"), [(LOST, 0.04), (0.5, 0.06)])
+@pytest.mark.parametrize("case", CASES)
+def test_what_rotary_queries_vary_by_counts_more(case: str, lost: float, gain: float) -> None:
+    a, x = CASES[case], inputs(20, tokens=300) + 30 * random(20, seed=3)  # far off centre, so that they predict a constant
+    seen, read = measured(x), x.flatten(0, 1).double()
+    if a.projections:
+        seen, read = measured_behind(a.projections, x), a.projections(x)[0].transpose(0, 1).flatten(1, 2).double()
+    elif isinstance(a, FactoredAttention) and a.q_down is not None:
+        read = read @ a.q_down.double().T
+    found = sharpened(a, lost, seen)
+    before, after = rotary_queries(a, read), rotary_queries(found, read)
+    around, change = before - before.mean(1, keepdim=True), after - before
+    assert float((around * change).sum() / around.square().sum()) == pytest.approx(gain, rel=0.05)
+    assert float(change.norm()) <= 1.1 * gain * float(around.norm())  # the mean is a dozen times as large
+    changed = {field.name for field in fields(a) if getattr(found, field.name) is not getattr(a, field.name)}
+    assert changed == {"q_rope" if isinstance(a, FactoredAttention) else "q"}
+    if isinstance(a, Attention) and isinstance(found, Attention):
+        assert torch.equal(found.q[:, 6:], a.q[:, 6:])  # dims that do not rotate
+
+
+@pytest.mark.parametrize(
+    ("a", "lost"),
+    [(record(nope=2, norm="head"), LOST), (record(pairs=0, nope=4), LOST), (record(), 1e-7)],
+    ids=["a norm", "no positions", "lossless"],
+)
+def test_without_rotary_rows_of_their_own_or_losses_queries_stay(a: Attention, lost: float) -> None:
+    assert sharpened(a, lost, measured(inputs(20))) is a
