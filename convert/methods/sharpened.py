@@ -30,11 +30,13 @@ def sharpened(after: Record, lost: float, seen: Statistics) -> Record:
         return after
     gain, moment = min(_SHARPER * lost, _MOST), seen.of_queries
     second, mean = moment[..., :-1, :-1], moment[..., :-1, -1:]
+    ridge = (_RIDGE * second.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp_min(1e-30)[..., None, None]
+    second = second + ridge * torch.eye(second.shape[-1]).to(second)
     if isinstance(after, FactoredAttention) and after.q_down is not None:
         down = after.q_down.double()
         second, mean = down @ second @ down.T, down @ mean
-    ridge = (_RIDGE * second.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp_min(1e-30)[..., None, None]
-    one = torch.linalg.solve(second + ridge * torch.eye(second.shape[-1]).to(second), mean).mT  # weights of a constant
+        second = second + (second.diagonal() == 0).to(second).diag()  # channels that are always zero
+    one = torch.linalg.solve(second, mean).mT  # weights of a constant
 
     def gained(queries: torch.Tensor) -> torch.Tensor:
         rows = queries.double()

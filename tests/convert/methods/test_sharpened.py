@@ -13,7 +13,7 @@ LOST = 0.02
 CASES: dict[str, Record] = {
     "heads": record(nope=2),
     "latent": factored(),
-    "latent of queries": replace(factored(width=24), q_down=random(24, 20)),
+    "latent of queries": replace(factored(width=20), q_down=(torch.arange(20) / 4).diag()),
     "behind norms": factored_behind_norms(),
 }
 
