@@ -79,8 +79,9 @@ class Format:
 
     def outermost(self, size: int) -> float:
         """The outermost code as a share of the largest magnitude in a group of `size` values; larger values become it."""
+        # Of `size` normal numbers, 0.53 are larger on average (Abramowitz and Stegun 1964, 26.2.22).
         t = math.sqrt(2 * math.log(size / 0.265))
-        largest = t - (2.30753 + 0.27061 * t) / (1 + 0.99229 * t + 0.04481 * t * t)  # Abramowitz and Stegun 1964, 26.2.22
+        largest = t - (2.30753 + 0.27061 * t) / (1 + 0.99229 * t + 0.04481 * t * t)
         return min(_WITHIN, self.reach / largest) if self.reach < math.inf else 1.0
 
     def of(self, part: Part) -> Format:
@@ -151,8 +152,8 @@ class Format:
                 )
 
 
-# Of classes of channels by their bits, and in small groups: latents are nearly normal behind a rotation, and normal numbers err
-# least with these where the scale follows from the largest of 8 to 256, and is rounded up.
+# The outermost code by bits, in standard deviations, and at most as a share of the largest number. Latents are nearly normal
+# behind a rotation. Normal numbers in groups of 8 to 256 err least with these, because scales are rounded up.
 _REACH, _WITHIN = {4: 2.4, 3: 2.0, 2: 1.47, 1: 0.76}, 0.94
 
 

@@ -41,7 +41,7 @@ def in_sequence(job: Job, text: CalibrationText) -> Callable[[int], Content]:
     pair = _Pair(job, text)
     begin, end = pair.begin(missing[0]), missing[-1] + 1
     with stage(job.progress, "fit", end - begin, "layer") as done:
-        for layer in range(begin, end):  # all of them: tensors that are not sharpened yet are not on the shelf
+        for layer in range(begin, end):  # layers on the shelf again, too: it has no unsharpened tensors
             content, plain = pair.converted(layer)
             if layer + 1 < end:
                 pair.student.advance(layer, weights=plain)
@@ -80,7 +80,7 @@ class _Pair:
         return 0
 
     def converted(self, layer: int) -> tuple[Content, dict[str, torch.Tensor]]:
-        """The layer, and its tensors before they are sharpened, behind which later ones are fitted. The source is past it."""
+        """Convert a layer, and run the source past it; also return its unsharpened tensors, which later fits build on."""
         job = self._job
         if layer in job.spec.kept:
             self.teacher.advance(layer)

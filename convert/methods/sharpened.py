@@ -1,4 +1,4 @@
-"""The last step: rotary queries move away from their mean, the further the more of a layer's outputs is lost.
+"""Moves rotary queries away from their mean, in proportion to what a layer's outputs lose: the last step of a refit.
 
 Least squares shrink what they cannot predict, so attention is less sharp than the source's, and copies find their places less
 well. The mean of queries is not shrunk, and stays: large biases make logits that depend on positions alone.
@@ -11,15 +11,15 @@ import torch
 from attention.record import Attention, FactoredAttention, Record
 from convert.methods.statistics import Statistics
 
-_SHARPER, _MOST = 2.0, 0.06  # queries gain so many times the share of outputs that is lost, but no more than this
+_SHARPER, _MOST = 2.0, 0.06  # the gain of queries: per share of outputs that is lost, and at most
 _LOSSLESS = 1e-6  # of outputs: what loses no more is exact
 _RIDGE = 1e-4  # of the mean square of what queries read
 
 
 def sharpened(after: Record, lost: float, seen: Statistics) -> Record:
-    """The layer with the rotary part of its queries further from their mean.
+    """Move the rotary part of queries away from its mean.
 
-    The mean needs no bias to stay: what queries read is far off centre, and predicts a constant.
+    The mean stays without a bias: inputs are far off centre, so a map of them gives a constant.
 
     Args:
         after: The layer after all fits. One without rotary dims, or with a norm of its queries, stays as it is.
@@ -36,7 +36,7 @@ def sharpened(after: Record, lost: float, seen: Statistics) -> Record:
         down = after.q_down.double()
         second, mean = down @ second @ down.T, down @ mean
         second = second + (second.diagonal() == 0).to(second).diag()  # channels that are always zero
-    one = torch.linalg.solve(second, mean).mT  # weights of a constant
+    one = torch.linalg.solve(second, mean).mT  # maps inputs to about 1
 
     def gained(queries: torch.Tensor) -> torch.Tensor:
         rows = queries.double()

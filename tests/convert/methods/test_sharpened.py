@@ -1,4 +1,4 @@
-"""Sharpened queries: what they vary by where they rotate counts more, and nothing else changes."""
+"""Sharpened queries: their rotary part moves away from its mean, and nothing else changes."""
 
 from dataclasses import fields, replace
 
@@ -26,7 +26,7 @@ def rotary_queries(a: Record, read: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("lost", "gain"), [(LOST, 0.04), (0.5, 0.06)])
 @pytest.mark.parametrize("case", CASES)
-def test_what_rotary_queries_vary_by_counts_more(case: str, lost: float, gain: float) -> None:
+def test_rotary_queries_move_away_from_their_mean(case: str, lost: float, gain: float) -> None:
     a, x = CASES[case], inputs(20, tokens=300) + 30 * random(20, seed=3)  # far off centre, so that they predict a constant
     seen, read = measured(x), x.flatten(0, 1).double()
     if a.projections:
@@ -49,5 +49,5 @@ def test_what_rotary_queries_vary_by_counts_more(case: str, lost: float, gain: f
     [(record(nope=2, norm="head"), LOST), (record(pairs=0, nope=4), LOST), (record(), 1e-7)],
     ids=["a norm", "no positions", "lossless"],
 )
-def test_without_rotary_rows_of_their_own_or_losses_queries_stay(a: Attention, lost: float) -> None:
+def test_queries_stay_where_they_cannot_move_or_nothing_is_lost(a: Attention, lost: float) -> None:
     assert sharpened(a, lost, measured(inputs(20))) is a
