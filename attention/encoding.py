@@ -4,10 +4,12 @@ Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale �
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
 llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes, and
-latents in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½), and bits 7 to 14 of a float16 as their scale, rounded up.
+latents in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½). Their scales are bits 7 to 14 of a float16: of the five about
+what a group's largest magnitude lets expect, the one with the least squared error.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from attention.formats import Format, Part
 from attention.served import RULES, hadamard
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_INFINITE = 248  # the scale of classes that is infinite
 
 
 class Encoded(NamedTuple):
@@ -39,13 +42,14 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """
     if not values.shape[-1]:  # a RoPE key of no dims
         return Encoded(values.to(torch.uint8))
-    if form.classes:
-        parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
-        of_classes = [part.scales for part in parts if part.scales is not None]
-        return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(of_classes, -1))
+    if form.classes or form.reach:
+        ordered, classes = _ordered(values, form), _classes(form, values.shape[-1])
+        codes, scales, _ = _nearest(ordered.float(), classes, group)
+        parts = zip(classes, codes.split([size for _, size in classes], -1), strict=True)
+        return Encoded(torch.cat([_packed(part, own.bits) for (own, _), part in parts], -1), scales)
     if form.rule:
         return Encoded(RULES[form.rule](values, form.bits))
-    if not (form.group or form.reach):
+    if not form.group:
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(torch.float8_e4m3fn if form.name == "fp8" else getattr(torch, form.name)))
@@ -62,12 +66,6 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
         inverse = (1 / exact).masked_fill(exact == 0, 0)  # of the scale before it is rounded, as llama.cpp has it
         codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
         return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
-    if form.reach:
-        outermost = _each_group(given, group, 0).abs().amax(-1) * form.outermost(min(group, size))
-        exact = (outermost / (2 ** (form.bits - 1) - 0.5)).half().nan_to_num(torch.inf, torch.inf)
-        scales = (exact.view(torch.int16) + 127 >> 7).to(torch.uint8)  # rounded up to three bits behind the point
-        steps = _spread(_widened(scales).masked_fill(scales == 0, 1), group, size)
-        return (given / steps + 2 ** (form.bits - 1)).floor().nan_to_num(0).clamp(0, top).to(torch.uint8), scales, None
     offsets = _each_group(given, group, torch.inf).amin(-1)
     ranges = _each_group(given, group, -torch.inf).amax(-1) - offsets
     offsets, scales = offsets.half(), (ranges / top).half()
@@ -76,15 +74,46 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
     return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), scales, offsets
 
 
+def _nearest(
+    given: torch.Tensor, classes: Sequence[tuple[Format, int]], group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode `given [..., n]`, of classes one after another: codes `[..., n]`, scales `[..., groups]`, and what they mean.
+
+    Codes and scales are uint8. Of each group, five scales are tried at once: a decoding step waits for calls, not for numbers.
+    """
+    groups = [(own, min(group, size - start)) for own, size in classes for start in range(0, size, group)]
+    sizes, bounds = [size for _, size in groups], [2 ** (own.bits - 1) - 0.5 for own, _ in groups]
+    outermost = given.new_tensor([bound for bound, size in zip(bounds, sizes, strict=True) for _ in range(size)])
+    shares = given.new_tensor([own.outermost(size) / bound for (own, size), bound in zip(groups, bounds, strict=True)])
+
+    def levels_of(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The middles of steps that values become with scales `[..., groups]`, counted in steps and as read."""
+        steps = [step.expand(*step.shape[:-1], size) for step, size in zip(_widened(scales).split(1, -1), sizes, strict=True)]
+        whole = torch.cat(steps, -1)
+        found = (values / whole).floor_().add_(0.5).nan_to_num_(0.5).clamp_(-outermost, outermost)
+        return found, whole.mul_(found)
+
+    largest = torch.stack([part.amax(-1) for part in given.abs().split(sizes, -1)], -1)
+    exact = (largest * shares).half().nan_to_num_(torch.inf, torch.inf)
+    expected = (exact.view(torch.int16) + 127 >> 7)[..., None, :]  # rounded up to three bits behind the point
+    tried = expected + torch.arange(-2, 3, dtype=torch.int16, device=given.device)[:, None]
+    tried = torch.where((expected < _INFINITE) & (tried > 0) & (tried < _INFINITE), tried, expected)
+    errors = (levels_of(given[..., None, :], tried)[1] - given[..., None, :]).square_().split(sizes, -1)
+    best = torch.stack([error.sum(-1) for error in errors], -1).argmin(-2, keepdim=True)
+    scales = tried.gather(-2, best)[..., 0, :]
+    levels, read = levels_of(given, scales)
+    return levels.add_(outermost).to(torch.uint8), scales.to(torch.uint8), read
+
+
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
     if stored.scales is None:
         return stored.codes.to(dtype)
     if form.classes:
-        cut = [(own, count) for own, count in form.cut(group) if count]
+        cut = _classes(form, group)
         codes = stored.codes.split([count * own.bits // 8 for own, count in cut], -1)
         parts = zip(cut, codes, stored.scales.split(1, -1), strict=True)
-        return _joined([decode(Encoded(part, scale), own, count, dtype) for (own, count), part, scale in parts], form)
+        return _restored(torch.cat([decode(Encoded(part, scale), own, n, dtype) for (own, n), part, scale in parts], -1), form)
     codes = _unpacked(stored.codes, form.bits).to(torch.promote_types(dtype, torch.float32))
     return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
 
@@ -116,8 +145,6 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
     Gradients pass as if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
     """
     form = form.of(part)
-    if form.classes and states.shape[-1]:
-        return _joined([_rounded(channels, own, channels.shape[-1]) for own, channels in _classes(states, form)], form)
     group, rotation = form.grouping(part, states.shape[-1])
     if rotation == 1:
         return _rounded(states, form, group)
@@ -127,7 +154,9 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if form.group or form.reach:
+        if (form.classes or form.reach) and (size := values.shape[-1]):
+            read = _restored(_nearest(_ordered(values, form).float(), _classes(form, size), group)[2], form).to(values.dtype)
+        elif form.group:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
             read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)
@@ -136,18 +165,18 @@ def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     return values + (read - values).detach() if values.requires_grad else read
 
 
-def _classes(values: torch.Tensor, form: Format) -> list[tuple[Format, torch.Tensor]]:
-    """The classes of channels of `values [..., n]` that have any, with their formats."""
-    if form.paired:
-        values = values.unflatten(-1, (2, -1)).flip(-1).mT.flatten(-2)
-    cut = form.cut(values.shape[-1])
-    parts = values.split([count for _, count in cut], -1)
-    return [(own, part) for (own, count), part in zip(cut, parts, strict=True) if count]
+def _classes(form: Format, size: int) -> list[tuple[Format, int]]:
+    """The formats of `size` channels, in order, with the number of channels that each has."""
+    return [(own, count) for own, count in form.cut(size) if count] if form.classes else [(form, size)]
 
 
-def _joined(parts: list[torch.Tensor], form: Format) -> torch.Tensor:
-    """The inverse of `_classes`."""
-    values = torch.cat(parts, -1)
+def _ordered(values: torch.Tensor, form: Format) -> torch.Tensor:
+    """Channels `[..., n]` in the order of their classes."""
+    return values.unflatten(-1, (2, -1)).flip(-1).mT.flatten(-2) if form.paired else values
+
+
+def _restored(values: torch.Tensor, form: Format) -> torch.Tensor:
+    """The inverse of `_ordered`."""
     return values.unflatten(-1, (-1, 2)).mT.flip(-1).flatten(-2) if form.paired else values
 
 

@@ -3,8 +3,8 @@
 A format is a plain dtype, or integers of a few bits with a scale, and mostly an offset, in float16 for each group of values of
 one token, of one head or of a latent. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a
 Hadamard matrix (its pull request 21038). It has none for latents. `mixed` and `mixed2` give channels of a latent, which come in
-the order of their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes.
-All formats of four bits or fewer but q4_0 do the same with pairs of RoPE keys. These scales take a byte.
+the order of their energies, fewer bits the less they hold (reverse water-filling), with a scale for each class. All
+formats of four bits or fewer but q4_0 do the same with pairs of RoPE keys. These scales take a byte.
 
 vLLM and SGLang have formats of their own. kvfold rounds as they do (`attention.served`), counts their bytes, and stores none.
 """
@@ -157,7 +157,7 @@ class Format:
 _REACH, _WITHIN = {4: 2.4, 3: 2.0, 2: 1.47, 1: 0.76}, 0.94
 
 
-def _classes(bits: Sequence[int], shares: Sequence[float] = (0.2, 0.5, 0.3)) -> tuple[tuple[float, Format], ...]:
+def _classes(bits: Sequence[int], shares: Sequence[float]) -> tuple[tuple[float, Format], ...]:
     return tuple((share, Format(f"{n} bits", n, reach=_REACH.get(n, math.inf))) for share, n in zip(shares, bits, strict=True))
 
 
@@ -166,12 +166,12 @@ def _rope(*bits: int) -> Format:
     return Format("pairs", bits[-1], classes=_classes(bits, (0.15, 0.35, 0.5)), paired=True)
 
 
-def _mixed(name: str, *bits: int) -> Format:
-    return Format(name, bits[-1], classes=_classes(bits), rope=_rope(6, 4, 3), heads=_INT4, precise=_FINE)
+def _mixed(name: str, bits: Sequence[int], fine: Sequence[int], shares: Sequence[float]) -> Format:
+    precise = Format(f"{fine[-1]} to {fine[0]} bits", fine[-1], classes=_classes(fine, shares), rope=_ROPE)
+    return Format(name, bits[-1], classes=_classes(bits, shares), rope=_rope(6, 4, 3), heads=_INT4, precise=precise)
 
 
 _ROPE = _rope(7, 5, 4)
-_FINE = Format("4 to 7 bits", 4, classes=_classes((7, 5, 4)), rope=_ROPE)
 _SIX = Format("6 bits", 6, latent_group=64, reach=math.inf, rope=_ROPE)
 _INT4 = Format("int4", 4, 32, 64, rope=_ROPE, precise=_SIX)
 
@@ -189,8 +189,8 @@ FORMATS = {
         Format("int2", 2, 32, 64, rope=_ROPE, precise=_SIX),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
-        _mixed("mixed", 5, 3, 2),
-        _mixed("mixed2", 4, 2, 1),
+        _mixed("mixed", (5, 3, 2), (7, 5, 4), (0.2, 0.5, 0.3)),
+        _mixed("mixed2", (5, 3, 2, 1), (7, 5, 4, 3), (0.1, 0.2, 0.2, 0.5)),
     )
 }
 

@@ -52,18 +52,7 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Liter
 def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[True]]]) -> PlannedConversion: ...
 @checked
 def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]]) -> Conversion | PlannedConversion:
-    """Convert a checkpoint to multi-query attention: one KV head.
-
-    Args:
-        model: Directory, GGUF file or Hub id, with an optional `@revision`.
-        output: The directory to create.
-        **given: The options, in `convert.arguments.options`.
-
-    Raises:
-        Refusal: Wrong as seen from the arguments and the config.
-        Failure: Weights, text or machine.
-        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
-    """
+    """Convert a checkpoint to multi-query attention, one KV head. Arguments and errors are as `gqa`'s."""
     return _grouped(model, output, "mqa", 1, given)
 
 
@@ -73,18 +62,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Liter
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[True]]]) -> PlannedConversion: ...
 @checked
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]]) -> Conversion | PlannedConversion:
-    """Convert a checkpoint to multi-head latent attention.
-
-    Args:
-        model: Directory, GGUF file or Hub id, with an optional `@revision`.
-        output: The directory to create.
-        **given: The options, in `convert.arguments.options`.
-
-    Raises:
-        Refusal: Wrong as seen from the arguments and the config.
-        Failure: Weights, text or machine.
-        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
-    """
+    """Convert a checkpoint to multi-head latent attention. Arguments and errors are as `gqa`'s."""
     request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
     rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
     if (rank, rope_dim, budget) == (None, None, None):

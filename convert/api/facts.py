@@ -42,18 +42,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
 
 @checked
 def inspect(model: str | Path, **given: Unpack[options.Inspect]) -> Facts:
-    """A model's attention and what it can be converted to; reads only the config.
-
-    Args:
-        model: Directory, GGUF file or Hub id.
-        **given: The options, in `convert.arguments.options`.
-
-    Returns:
-        A dict of numbers; `str()` of it is a table for people.
-
-    Raises:
-        Refusal: The model cannot be read.
-    """
+    """A model's attention and what it can be converted to, by its config. Arguments, values and errors are as `plan`'s."""
     return inspection(Source.parse(str(model), given["trust_remote_code"]))
 
 

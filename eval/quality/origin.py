@@ -6,7 +6,7 @@ from typing import Any
 
 from attention.calibrated import POSITIONS
 from attention.errors import Failure, KvfoldError
-from attention.formats import KNOWN_FORMATS, format_named
+from attention.formats import format_named
 from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.sealed import checksum, read_object
@@ -124,10 +124,10 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:
-    """The format of the cache that conversion.json says a checkpoint was made for; None if it names none that there is."""
+    """The format of the cache that conversion.json says a checkpoint was made for, perhaps a former one; None without one."""
     found = made.get("kv_bytes_per_token")
     named = found.get("cache_dtype") if isinstance(found, dict) else None
-    return named if isinstance(named, str) and named in KNOWN_FORMATS else None
+    return named if isinstance(named, str) else None
 
 
 def is_cached_in(source: Source, form: str) -> bool:

@@ -44,13 +44,13 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 
 def test_channels_of_a_latent_may_differ_in_bits() -> None:
-    """Of 160: 32 in five, 80 in three, 48 in two bits, with a scale each; of RoPE keys 8 in six, 8 in four, 16 in three. In 4
-    layers these have seven, five and four.
-    """
+    """Of 160 in a latent and 32 in a RoPE key, with a scale for each class; the layers that copy have more bits."""
     mixed = (32 * 5 + 80 * 3 + 48 * 2 + 8 * 6 + 8 * 4 + 16 * 3) // 8 + 6
-    precise = (40 * 7 + 88 * 5 + 64 * 4) // 8 + 6
+    precise = (32 * 7 + 80 * 5 + 48 * 4 + 8 * 7 + 8 * 5 + 16 * 4) // 8 + 6
     assert LATENT.bytes_per_token("mixed") == 26 * mixed + 4 * precise
-    assert LATENT.bytes_per_token("mixed2") == 26 * (mixed - 160 // 8) + 4 * precise, "a bit less"
+    mixed2 = (16 * 5 + 32 * 3 + 32 * 2 + 80 * 1 + 8 * 6 + 8 * 4 + 16 * 3) // 8 + 7
+    precise = (16 * 7 + 32 * 5 + 32 * 4 + 80 * 3 + 8 * 7 + 8 * 5 + 16 * 4) // 8 + 7
+    assert LATENT.bytes_per_token("mixed2") == 26 * mixed2 + 4 * precise
     with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
         HEADS.bytes_per_token("mixed")
     with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):

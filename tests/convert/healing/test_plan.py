@@ -73,11 +73,14 @@ def test_a_teacher_that_is_not_the_source(
     moved = Path(shutil.copytree(converted, tmp_path / "moved"))
     provenance = json.loads((moved / "conversion.json").read_text())
     provenance["recipe"]["mqa"]["model"] = str(tmp_path / "gone")
+    provenance["kv_bytes_per_token"]["cache_dtype"] = "kivi4"  # of an earlier version
     (moved / "conversion.json").write_text(json.dumps(provenance))
     with pytest.raises(Refusal, match="gone, which is not there") as error:
         planned(moved)
     assert "--teacher" in str(error.value.hint)
-    assert planned(moved, teacher=source).teacher.reference == str(source)
+    with pytest.raises(Refusal, match="no KV cache is kept in 'kivi4'"):
+        planned(moved, teacher=source)
+    assert planned(moved, teacher=source, cache_dtype="float32").teacher.reference == str(source)
 
 
 def test_pickled_weights_and_stacked_experts(shelf: Callable[..., Path], planned: Callable[..., Any], tmp_path: Path) -> None:
