@@ -3,13 +3,12 @@
 Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale · code: offset is the smallest value of a group and
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
-llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes, and
-latents in 6 bits, have x ≈ scale · (code − 2^(bits−1) + ½). Their scales are bits 7 to 14 of a float16: of the five about
-what a group's largest magnitude lets expect, the one with the least squared error.
+llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes
+have x ≈ scale · (code − 2^(bits−1) + ½), and bits 7 to 14 of a float16 as their scale. The largest magnitude gives an expected
+scale; of it and two on either side, the one with the least squared error is taken.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from attention.formats import Format, Part
 from attention.served import RULES, hadamard
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-_INFINITE = 248  # the scale of classes that is infinite
+_INFINITE = 248  # the scale of a class that is infinite
 
 
 class Encoded(NamedTuple):
@@ -42,11 +41,9 @@ def encode(values: torch.Tensor, form: Format, group: int) -> Encoded:
     """
     if not values.shape[-1]:  # a RoPE key of no dims
         return Encoded(values.to(torch.uint8))
-    if form.classes or form.reach:
-        ordered, classes = _ordered(values, form), _classes(form, values.shape[-1])
-        codes, scales, _ = _nearest(ordered.float(), classes, group)
-        parts = zip(classes, codes.split([size for _, size in classes], -1), strict=True)
-        return Encoded(torch.cat([_packed(part, own.bits) for (own, _), part in parts], -1), scales)
+    if form.classes:
+        of_classes, scales, _ = _in_classes(values, form)
+        return Encoded(torch.cat([_packed(codes, own.bits) for codes, own in of_classes], -1), scales)
     if form.rule:
         return Encoded(RULES[form.rule](values, form.bits))
     if not form.group:
@@ -74,47 +71,50 @@ def _quantised(given: torch.Tensor, form: Format, group: int) -> tuple[torch.Ten
     return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), scales, offsets
 
 
-def _nearest(
-    given: torch.Tensor, classes: Sequence[tuple[Format, int]], group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode `given [..., n]`, of classes one after another: codes `[..., n]`, scales `[..., groups]`, and what they mean.
+def _in_classes(values: torch.Tensor, form: Format) -> tuple[list[tuple[torch.Tensor, Format]], torch.Tensor, torch.Tensor]:
+    """Encode `values [..., n]`, each class by itself, with the best of five scales.
 
-    Codes and scales are uint8. Of each group, five scales are tried at once: a decoding step waits for calls, not for numbers.
+    Returns:
+        Codes of each class and its format; scales `[..., classes]`, in uint8 like them; and the values in fp32 that these are.
     """
-    groups = [(own, min(group, size - start)) for own, size in classes for start in range(0, size, group)]
-    sizes, bounds = [size for _, size in groups], [2 ** (own.bits - 1) - 0.5 for own, _ in groups]
-    outermost = given.new_tensor([bound for bound, size in zip(bounds, sizes, strict=True) for _ in range(size)])
-    shares = given.new_tensor([own.outermost(size) / bound for (own, size), bound in zip(groups, bounds, strict=True)])
-
-    def levels_of(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The middles of steps that values become with scales `[..., groups]`, counted in steps and as read."""
-        steps = [step.expand(*step.shape[:-1], size) for step, size in zip(_widened(scales).split(1, -1), sizes, strict=True)]
-        whole = torch.cat(steps, -1)
-        found = (values / whole).floor_().add_(0.5).nan_to_num_(0.5).clamp_(-outermost, outermost)
-        return found, whole.mul_(found)
-
-    largest = torch.stack([part.amax(-1) for part in given.abs().split(sizes, -1)], -1)
-    exact = (largest * shares).half().nan_to_num_(torch.inf, torch.inf)
+    classes = form.cut(values.shape[-1])
+    parts = _ordered(values, form).float().split([size for _, size in classes], -1)
+    ends = [2 ** (own.bits - 1) - 0.5 for own, _ in classes]  # the outermost codes about zero
+    shares = [own.outermost(size) / end for (own, size), end in zip(classes, ends, strict=True)]
+    exact = torch.stack([part.abs().amax(-1) * shares[i] for i, part in enumerate(parts)], -1)
+    exact = exact.half().nan_to_num_(torch.inf, torch.inf)
     expected = (exact.view(torch.int16) + 127 >> 7)[..., None, :]  # rounded up to three bits behind the point
-    tried = expected + torch.arange(-2, 3, dtype=torch.int16, device=given.device)[:, None]
-    tried = torch.where((expected < _INFINITE) & (tried > 0) & (tried < _INFINITE), tried, expected)
-    errors = (levels_of(given[..., None, :], tried)[1] - given[..., None, :]).square_().split(sizes, -1)
-    best = torch.stack([error.sum(-1) for error in errors], -1).argmin(-2, keepdim=True)
-    scales = tried.gather(-2, best)[..., 0, :]
-    levels, read = levels_of(given, scales)
-    return levels.add_(outermost).to(torch.uint8), scales.to(torch.uint8), read
+    tried = expected + torch.arange(-2, 3, dtype=torch.int16, device=values.device)[:, None]
+    tried = torch.where((expected < _INFINITE) & (tried >= 0) & (tried < _INFINITE), tried, expected)
+
+    def nearest(i: int, part: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """Codes about zero of class i."""
+        return (part / steps).floor_().add_(0.5).nan_to_num_(0.5).clamp_(-ends[i], ends[i])
+
+    whole, steps = [part[..., None, :] for part in parts], _widened(tried)[..., None].unbind(-2)
+    errors = [(nearest(i, part, steps[i]) * steps[i] - part).square_().sum(-1) for i, part in enumerate(whole)]
+    scales = tried.gather(-2, torch.stack(errors, -1).argmin(-2, keepdim=True)).squeeze(-2)
+    best = _widened(scales)[..., None].unbind(-2)
+    codes = [nearest(i, part, best[i]) for i, part in enumerate(parts)]
+    read = _restored(torch.cat([each * best[i] for i, each in enumerate(codes)], -1), form)
+    stored = [((codes[i] + ends[i]).to(torch.uint8), own) for i, (own, _) in enumerate(classes)]
+    return stored, scales.to(torch.uint8), read
 
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
     if stored.scales is None:
         return stored.codes.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
     if form.classes:
-        cut = _classes(form, group)
-        codes = stored.codes.split([count * own.bits // 8 for own, count in cut], -1)
-        parts = zip(cut, codes, stored.scales.split(1, -1), strict=True)
-        return _restored(torch.cat([decode(Encoded(part, scale), own, n, dtype) for (own, n), part, scale in parts], -1), form)
-    codes = _unpacked(stored.codes, form.bits).to(torch.promote_types(dtype, torch.float32))
+        classes = form.cut(group)
+        codes = stored.codes.split([size * own.bits // 8 for own, size in classes], -1)
+        parts = zip(classes, codes, _widened(stored.scales).split(1, -1), strict=True)
+        read = [
+            _unpacked(part, own.bits).to(wide).sub_(2 ** (own.bits - 1) - 0.5).mul_(scale) for (own, _), part, scale in parts
+        ]
+        return _restored(torch.cat(read, -1), form).to(dtype)
+    codes = _unpacked(stored.codes, form.bits).to(wide)
     return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
 
 
@@ -122,10 +122,9 @@ def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | Non
     """The values of codes `[..., n]` in a floating dtype, which change."""
     size = codes.shape[-1]
     width = math.gcd(group, size)  # the last group of a token may be a part of one
-    of_group = codes.unflatten(-1, (-1, width))
-    scales = _spread(_widened(scales) if form.reach else scales, group // width, size // width)[..., None]
+    of_group, scales = codes.unflatten(-1, (-1, width)), _spread(scales, group // width, size // width)[..., None]
     if offsets is None:
-        return of_group.sub_(2 ** (form.bits - 1) - (0.5 if form.reach else 0)).mul_(scales).flatten(-2)
+        return of_group.sub_(2 ** (form.bits - 1)).mul_(scales).flatten(-2)
     return of_group.mul_(scales).add_(_spread(offsets, group // width, size // width)[..., None]).flatten(-2)
 
 
@@ -154,8 +153,8 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if (form.classes or form.reach) and (size := values.shape[-1]):
-            read = _restored(_nearest(_ordered(values, form).float(), _classes(form, size), group)[2], form).to(values.dtype)
+        if form.classes and values.shape[-1]:
+            read = _in_classes(values, form)[2].to(values.dtype)
         elif form.group:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
@@ -163,11 +162,6 @@ def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
         else:
             read = decode(encode(values, form, group), form, group, values.dtype)
     return values + (read - values).detach() if values.requires_grad else read
-
-
-def _classes(form: Format, size: int) -> list[tuple[Format, int]]:
-    """The formats of `size` channels, in order, with the number of channels that each has."""
-    return [(own, count) for own, count in form.cut(size) if count] if form.classes else [(form, size)]
 
 
 def _ordered(values: torch.Tensor, form: Format) -> torch.Tensor:

@@ -52,7 +52,13 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Liter
 def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[True]]]) -> PlannedConversion: ...
 @checked
 def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]]) -> Conversion | PlannedConversion:
-    """Convert a checkpoint to multi-query attention, one KV head. Arguments and errors are as `gqa`'s."""
+    """Convert a checkpoint to multi-query attention: one KV head. Raises what `gqa` does.
+
+    Args:
+        model: As of `gqa`.
+        output: As of `gqa`.
+        **given: The options, in `convert.arguments.options`.
+    """
     return _grouped(model, output, "mqa", 1, given)
 
 
@@ -62,7 +68,13 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Liter
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[True]]]) -> PlannedConversion: ...
 @checked
 def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]]) -> Conversion | PlannedConversion:
-    """Convert a checkpoint to multi-head latent attention. Arguments and errors are as `gqa`'s."""
+    """Convert a checkpoint to multi-head latent attention. Raises what `gqa` does.
+
+    Args:
+        model: As of `gqa`.
+        output: As of `gqa`.
+        **given: The options, in `convert.arguments.options`.
+    """
     request, method = request_of(model, output, given), methods.load_latent(given["method"] or methods.LATENT[0])
     rank, rope_dim, budget = given["kv_lora_rank"], given["qk_rope_head_dim"], given["kv_budget"]
     if (rank, rope_dim, budget) == (None, None, None):

@@ -42,7 +42,12 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
 
 @checked
 def inspect(model: str | Path, **given: Unpack[options.Inspect]) -> Facts:
-    """A model's attention and what it can be converted to, by its config. Arguments, values and errors are as `plan`'s."""
+    """A model's attention and what it can be converted to; reads only the config. Returns and raises what `plan` does.
+
+    Args:
+        model: As of `plan`.
+        **given: The options, in `convert.arguments.options`.
+    """
     return inspection(Source.parse(str(model), given["trust_remote_code"]))
 
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention.encoded_forward import require_cache
 from attention.errors import Refusal
-from attention.formats import Format, rounding_of
+from attention.formats import KNOWN_FORMATS, Format, rounding_of
 from attention.spec import AttentionSpec, dtype_bytes
 from convert.checkpoint.loading import empty_model
 from convert.families import Family
@@ -253,6 +253,9 @@ def plan_heal(
     names = named(model, family, spec.changed, options.train)
     held = held_parameters(model, Reader(converted.files), names)
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
+    if options.cache_dtype is None and cache not in KNOWN_FORMATS:
+        hint = "convert its source again, or give --cache-dtype"
+        raise Refusal(f"{converted.reference} was made for a cache in {cache!r}, which there is no more", hint=hint)
     limit = before.positions if (before := converted.calibrated) else source.max_positions
     within = max(limit or 0, context) if family.skips else context
     plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names, held)

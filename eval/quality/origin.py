@@ -124,10 +124,10 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:
-    """The format of the cache that conversion.json says a checkpoint was made for, perhaps a former one; None without one."""
+    """The format of the cache that conversion.json says a checkpoint was made for; None if it says none. It may be gone."""
     found = made.get("kv_bytes_per_token")
     named = found.get("cache_dtype") if isinstance(found, dict) else None
-    return named if isinstance(named, str) else None
+    return named if isinstance(named, str) and named else None
 
 
 def is_cached_in(source: Source, form: str) -> bool:

@@ -241,12 +241,9 @@ def _cells(model: dict[str, Any], row: dict[str, Any]) -> list[str]:
 
 
 def _milliseconds(seconds: dict[str, Any]) -> str:
-    median, low, high = (_three_digits(1e3 * seconds[key]) for key in ("median", "min", "max"))
+    values = [1e3 * seconds[key] for key in ("median", "min", "max")]
+    median, low, high = (f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".") for value in values)
     return f"{median} ({low} to {high})"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -13,8 +13,8 @@ OFFSET = [form for form in INTEGERS if not form.steps]
 SYMMETRIC = [form for form in INTEGERS if form.steps]
 MIXED = FORMATS["mixed"]
 OF_LATENTS = [form for form in FORMATS.values() if form.classes]
-CENTRED = [own for whole in (*OF_LATENTS, MIXED.of("rope"), FORMATS["int4"].of("rope")) for _, own in whole.classes]
-CENTRED.append(FORMATS["int4"].precise)
+WHOLE = (*OF_LATENTS, MIXED.of("rope"), FORMATS["int4"].of("rope"), FORMATS["int4"].precise)
+CENTRED = [Format(own.name, own.bits, classes=((1.0, own),)) for whole in WHOLE for _, own in whole.classes]
 EVERY = [form for form in FORMATS.values() if form not in OF_LATENTS]
 
 
@@ -31,6 +31,7 @@ def nbytes(stored: Encoded) -> int:
 
 
 def back(values: torch.Tensor, form: Format, group: int = 32) -> torch.Tensor:
+    group = values.shape[-1] if form.classes else group
     return decode(encode(values, form, group), form, group, values.dtype)
 
 
@@ -46,12 +47,6 @@ def test_integers_err_by_half_a_scale_and_their_own_rounding(form: Format, size:
         rounding = 2**-11 * (low.abs() + 2 * (high - low))
         assert ((found - part).abs() <= half + rounding).all()
         assert (found.amin(-1, keepdim=True) - low).abs().le(rounding).all()  # the smallest value has code 0
-
-
-def test_outermost_codes_are_where_normal_numbers_err_least() -> None:
-    classes = (FORMATS["mixed"].precise.classes[-1], *FORMATS["mixed2"].classes[2:])  # 4, 2 and 1 bits
-    found = [form.outermost(size) for _, form in classes for size in (8, 32, 256)]
-    assert found == pytest.approx([0.94, 0.92, 0.80, 0.78, 0.62, 0.48, 0.42, 0.32, 0.24], abs=0.03)  # by simulation
 
 
 def test_an_encoding_is_one_graph() -> None:
@@ -80,26 +75,27 @@ def test_integers_without_an_offset_err_by_half_a_scale_and_that_scale_s_roundin
 
 @pytest.mark.parametrize("form", CENTRED, ids=named)
 def test_classes_have_the_best_of_five_scales(form: Format) -> None:
-    values, outermost = draw(2, 3, 50, 48), 2 ** (form.bits - 1) - 0.5
-    read = back(values, form, 48)
-    mantissa, power = torch.frexp((values.abs().amax(-1, keepdim=True) * form.outermost(48) / outermost).half().float())
-    eighths = 8 * power + (16 * mantissa).ceil().int() - 8
-    scales = [torch.ldexp((8 + (eighths + one) % 8) / 16, (eighths + one) // 8) for one in range(-2, 3)]
-    tried = [((values / each).floor() + 0.5).clamp(-outermost, outermost) * each for each in scales]
-    errors = torch.stack([(other - values).square().sum(-1) for other in tried])
+    """Normal numbers lose no more than with the best even steps: Max, "Quantizing for minimum distortion" (1960)."""
+    share, outermost = form.classes[0][1].outermost(256), 2 ** (form.bits - 1) - 0.5
+    values = draw(3, 300, 256) * torch.tensor([3e-3, 1, 1e3]).view(3, 1, 1)
+    read = back(values, form)
+    every = (torch.arange(248, dtype=torch.int16) << 7).view(torch.float16).float()
+    expected = torch.searchsorted(every, (values.abs().amax(-1, keepdim=True) * share / outermost).half().float())
+    tried = torch.stack([every[expected + one] for one in range(-2, 3)])
+    errors = (((values / tried).floor() + 0.5).clamp(-outermost, outermost) * tried - values).square().sum(-1)
     torch.testing.assert_close((read - values).square().sum(-1), errors.amin(0))
-    assert read.unique().numel() <= 2**form.bits * 300
+    least = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154}.get(form.bits, 0.0035)
+    assert (errors.amin(0) / values.square().sum(-1)).mean() < least
 
 
-@pytest.mark.parametrize("size", [8, 24, 159])
+@pytest.mark.parametrize("size", [24, 160, 159])
 def test_a_latent_is_cut_into_classes_of_whole_bytes(size: int) -> None:
     cut = MIXED.cut(size)
     assert [form.bits for form, _ in cut] == [5, 3, 2]
     assert sum(count for _, count in cut) == size
     assert all(count % 8 == 0 for _, count in MIXED.cut(-(-size // 8) * 8))
-    assert [count for _, count in MIXED.cut(160)] == [32, 80, 48]
     of_keys = [[count for _, count in MIXED.of("rope").cut(n)] for n in (0, 8, 16, 24)]
-    assert of_keys == [[0, 0, 0], [8, 0, 0], [8, 0, 8], [8, 8, 8]]
+    assert of_keys == [[], [8], [8, 8], [8, 8, 8]]
     assert [count for _, count in MIXED.cut(159)] == [32, 80, 47], "a constant that is left out moves no other channel"
 
 
@@ -107,13 +103,13 @@ def test_a_latent_is_cut_into_classes_of_whole_bytes(size: int) -> None:
 def test_each_class_of_a_latent_is_encoded_as_if_alone(form: Format) -> None:
     values, sizes = draw(2, 3, 160), {"mixed": [32, 80, 48], "mixed2": [16, 32, 32, 80]}[form.name]
     classes = zip(form.cut(160), values.split(sizes, -1), strict=True)
-    apart = [back(part, own, part.shape[-1]) for (own, _), part in classes]
+    apart = [back(part, Format("", own.bits, classes=((1.0, own),))) for (own, _), part in classes]
     assert torch.equal(back(values, form, 160), torch.cat(apart, -1))
     assert torch.equal(rounded(values, form, "latent"), torch.cat(apart, -1))
     rope, own = values[..., :32], form.of("rope")
     slow_first = [pair + half for pair in range(15, -1, -1) for half in (0, 16)]
     of_pairs = zip(own.classes, rope[..., slow_first].split([8, 8, 16], -1), strict=True)
-    apart_rope = [back(part, each, part.shape[-1]) for (_, each), part in of_pairs]
+    apart_rope = [back(part, Format("", one.bits, classes=((1.0, one),))) for (_, one), part in of_pairs]
     assert torch.equal(rounded(rope, form, "rope")[..., slow_first], torch.cat(apart_rope, -1))
     assert torch.equal(rounded(rope, form, "rope"), back(rope, own, 32))
     unpacked = rounded(values[..., :159], form, "latent")  # fits round latents without their constant channel
@@ -186,15 +182,21 @@ def test_zeros_equal_values_and_nothing_at_all(form: Format) -> None:
     assert back(torch.zeros(2, 0, 64), form).shape == (2, 0, 64)
 
 
-@pytest.mark.parametrize("form", [*EVERY, *CENTRED], ids=named)
+@pytest.mark.parametrize("form", [*CENTRED, *OF_LATENTS], ids=named)
+def test_what_is_nearest_to_zero_becomes_zero_in_classes(form: Format) -> None:
+    assert not any(back(torch.full((2, 64), value), form).any() for value in (0, 1e-7, -1e-30))
+
+
+@pytest.mark.parametrize("form", [*EVERY, *OF_LATENTS], ids=named)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_stays_so(form: Format, value: float) -> None:
     values = draw(4, 64)
+    finite = back(values, form)
     values[1, 3] = value
     read = back(values, form)
     assert not read[1, 3].isfinite()
-    assert read[[0, 2, 3]].isfinite().all()
-    assert torch.equal(read[1, 32:], back(values[1:2, 32:], form)[0])  # the other group of the same token
+    assert torch.equal(read[[0, 2, 3]], finite[[0, 2, 3]])
+    assert torch.equal(read[1, 32:], finite[1, 32:]), "of the same token, in another group"
 
 
 def test_fp8_saturates_as_engines_do() -> None:

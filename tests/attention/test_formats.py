@@ -16,11 +16,11 @@ LATENT = HEADS.latent(160, 32)
         ("bfloat16", 1.0, 0.5),
         ("fp8", 0.5, 0.25),
         ("int8", 0.53125, 13 / 48),  # 8 bits, and 32 of scales for every 64 values
-        # Heads: 4 bits, and 32 for every 32. Latents: 6 bits in 4 of 30 layers, and 8 for every 64. RoPE keys: 8 values in 7
+        # Heads: 4 bits, and 32 for every 32. Latents: 6 bits in 4 of 30 layers, and 8 for all. RoPE keys: 8 values in 7
         # bits, 8 in 5 and 16 in 4, and 8 for each class.
-        ("int4", 0.3125, (26 / 30 * (80 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
-        ("int3", 0.25, (26 / 30 * (60 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
-        ("int2", 0.1875, (26 / 30 * (40 + 3 * 4) + 4 / 30 * (120 + 3) + 20 + 3) / 768),
+        ("int4", 0.3125, (26 / 30 * (80 + 3 * 4) + 4 / 30 * (120 + 1) + 20 + 3) / 768),
+        ("int3", 0.25, (26 / 30 * (60 + 3 * 4) + 4 / 30 * (120 + 1) + 20 + 3) / 768),
+        ("int2", 0.1875, (26 / 30 * (40 + 3 * 4) + 4 / 30 * (120 + 1) + 20 + 3) / 768),
         ("q8_0", 34 / 64, 34 / 64 / 2),  # blocks of 32 values in 34 bytes
         ("q4_0", 18 / 64, 18 / 64 / 2),
     ],

@@ -201,7 +201,7 @@ def test_layers_may_stay_as_the_source_has_them() -> None:
     assert latent.kept == grouped.kept == (0, 19)
     assert latent.values_per_token == 30 * 576 + 2 * 2 * 8 * 128
     assert grouped.bytes_per_token("bfloat16") == (30 * 2 + 2 * 8) * 2 * 128 * 2
-    assert latent.bytes_per_token("int4") == 26 * (256 + 32) + 4 * (384 + 8) + 30 * (38 + 3) + 2 * 2 * 8 * (64 + 16)
+    assert latent.bytes_per_token("int4") == 26 * (256 + 32) + 4 * (384 + 1) + 30 * (38 + 3) + 2 * 2 * 8 * (64 + 16)
     mixed = FORMATS["mixed"]
     rows = 26 * (mixed.row_bytes(512, "latent") + 33) + 4 * (mixed.precise.row_bytes(512, "latent") + 38 + 3)
     assert latent.bytes_per_token("mixed") == rows + 2 * 2 * 8 * (64 + 16), "heads beside it are in int4"
