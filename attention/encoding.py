@@ -82,8 +82,7 @@ def _in_classes(values: torch.Tensor, form: Format) -> tuple[list[tuple[torch.Te
     ends = [2 ** (own.bits - 1) - 0.5 for own, _ in classes]  # the outermost codes about zero
     shares = [own.outermost(size) / end for (own, size), end in zip(classes, ends, strict=True)]
     exact = torch.stack([part.abs().amax(-1) * shares[i] for i, part in enumerate(parts)], -1)
-    exact = exact.half().nan_to_num_(torch.inf, torch.inf)
-    expected = (exact.view(torch.int16) + 127 >> 7)[..., None, :]  # rounded up to three bits behind the point
+    expected = exact.half().nan_to_num_(torch.inf, torch.inf).view(torch.int16)[..., None, :] + 127 >> 7  # rounded up
     tried = expected + torch.arange(-2, 3, dtype=torch.int16, device=values.device)[:, None]
     tried = torch.where((expected < _INFINITE) & (tried >= 0) & (tried < _INFINITE), tried, expected)
 

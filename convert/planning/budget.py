@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eval.inputs.source import Source
 
 # The share of the source's rotary dims that rotate in a result with as many values as its source; less by the share of values.
-ROTARY = 0.75
+ROTARY, ROTARY_MIXED2 = 0.75, 0.6  # where a rotary value takes twice the bits of another
 # By the least share of the source's cache in bytes: the formats of `--cache-dtype auto`; the first that is stored counts.
 FORMATS = ((0.4, ("int8", "q8_0")), (0.16, ("int4", "q4_0")), (0.13, ("mixed", "q4_0")), (0.0, ("mixed2", "q4_0")))
 _GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
@@ -47,7 +47,7 @@ def rule_text() -> str:
     """What a budget is split by, for `plan`."""
     formats = [f"{formats[0]} {f'from {100 * above:g}% on' if above else 'below'}" for above, formats in FORMATS]
     return (
-        f"--kv-budget keeps {ROTARY:.0%} of the rotary dims of all KV heads times the share of the source's cached numbers.\n"
+        f"--kv-budget keeps {ROTARY:.0%} (mixed2: {ROTARY_MIXED2:.0%}) of all rotary dims times the share of numbers.\n"
         f"--cache-dtype auto, by the share of its bytes, is {', '.join(formats)}."
     )
 
@@ -102,16 +102,17 @@ class LatentBounds:
         """The smallest rank that leaves `channels` besides those that the output class reserves."""
         return next(rank for rank in range(channels, channels + 9) if rank - self.host.reserved(rank) >= channels)
 
-    def for_budget(self, values: int, folds: bool = False) -> tuple[int, int]:
+    def for_budget(self, values: int, folds: bool = False, rotates: float = ROTARY) -> tuple[int, int]:
         """Split a number of cached values per layer and token into rank and rotary dims.
 
-        `ROTARY` of the rotary dims of all KV heads rotate, times the share of the source's values. Where frequencies have to
+        A part of the rotary dims of all KV heads rotates, times the share of the source's values. Where frequencies have to
         spread evenly over those of a head, because a method folds them or they are a ladder, it is at most a quarter of the
         values, rounded to a power-of-two share of one head's rotary dims. Values beyond full rank become rotary, too.
 
         Args:
             values: R + P, at most.
             folds: Whether the method folds frequencies.
+            rotates: The part of rotary dims.
 
         Returns:
             `(R, P)`.
@@ -132,7 +133,7 @@ class LatentBounds:
                 rope_dim = rope_dim // 2 if rope_dim % 4 == 0 else 2
         else:
             share = values * self.before.num_layers / self.before.values_per_token
-            wanted = ROTARY * share * self.rotary_keys * rotary_dim
+            wanted = rotates * share * self.rotary_keys * rotary_dim
             step = 16 if wanted >= 32 else 8 if wanted >= 16 else 2
             rope_dim = min(most, max(key, int(wanted / step) * step))
         while rope_dim < most and values - rope_dim > self.with_reserved(self.full_rank(rope_dim)):

@@ -11,7 +11,7 @@ from attention.errors import Refusal
 from attention.formats import format_named
 from attention.spec import RANK_STEP
 from convert.hosts.engines import ENGINES, storing
-from convert.planning.budget import LatentBounds, fold_of, format_of
+from convert.planning.budget import ROTARY, ROTARY_MIXED2, LatentBounds, fold_of, format_of
 from convert.planning.targets import LatentTarget
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Sizing(LatentBounds):
         least_bytes = math.ceil(least.bytes_per_token(form.name, self.context))
         try:
             while True:
-                rank, rope_dim = self.for_budget(values, self.method.folds)
+                rank, rope_dim = self.for_budget(values, self.method.folds, ROTARY if form.bits > 1 else ROTARY_MIXED2)
                 kept = -(-rope_dim // step) * step
                 kept = kept if kept <= self.most_rotary_dims else rope_dim // step * step
                 rank = (rank + rope_dim - kept) // step * step
