@@ -75,7 +75,7 @@ def _in_classes(values: torch.Tensor, form: Format) -> tuple[list[tuple[torch.Te
     """Encode `values [..., n]`, each class by itself, with the best of five scales.
 
     Returns:
-        Codes of each class and its format; scales `[..., classes]`, in uint8 like them; and the values in fp32 that these are.
+        Codes of each class, in uint8, with its format; scales `[..., classes]`, in uint8; values `[..., n]` as decoded, fp32.
     """
     classes = form.cut(values.shape[-1])
     parts = _ordered(values, form).float().split([size for _, size in classes], -1)

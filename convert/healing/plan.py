@@ -255,7 +255,7 @@ def plan_heal(
     cache = options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype
     if options.cache_dtype is None and cache not in KNOWN_FORMATS:
         hint = "convert its source again, or give --cache-dtype"
-        raise Refusal(f"{converted.reference} was made for a cache in {cache!r}, which there is no more", hint=hint)
+        raise Refusal(f"{converted.reference} was made for caches in {cache!r}, which this version does not know", hint=hint)
     limit = before.positions if (before := converted.calibrated) else source.max_positions
     within = max(limit or 0, context) if family.skips else context
     plan = HealPlan(converted, source, spec, output, options, context, tokens, device, seed, cache, within, model, names, held)

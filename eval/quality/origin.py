@@ -124,7 +124,7 @@ def _of_tokenizer(source: Source, first: Source, text: Text, count: int | None, 
 
 
 def stated_cache(made: Mapping[str, Any]) -> str | None:
-    """The format of the cache that conversion.json says a checkpoint was made for; None if it says none. It may be gone."""
+    """The format of the cache that conversion.json says a checkpoint was made for; None without one. It may be unknown."""
     found = made.get("kv_bytes_per_token")
     named = found.get("cache_dtype") if isinstance(found, dict) else None
     return named if isinstance(named, str) and named else None
