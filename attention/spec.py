@@ -153,12 +153,6 @@ class AttentionSpec:
         return replace(self, kept=tuple(sorted(layers)), kept_kv_heads=kv_heads if layers else 0)
 
     @property
-    def of_kept(self) -> AttentionSpec:
-        """The attention of layers that are kept, in all layers: the source's."""
-        sizes = self.num_layers, self.num_heads, self.kept_kv_heads, self.head_dim
-        return AttentionSpec(*sizes, windows=self.windows)
-
-    @property
     def changed(self) -> tuple[int, ...]:
         """The layers that are not kept."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.kept)

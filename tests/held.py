@@ -1,6 +1,5 @@
 """Sources of latents in kvfold's class and in others, with their sizes; and what tests of results ask of them."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -133,10 +132,6 @@ def full(source: Path, row: Row) -> list[Any]:
 
 def small(row: Row) -> list[Any]:
     return sized(24, 0 if row.model_type in NO_ROPE else 4) + row.layers
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / "config.json").read_text()))
 
 
 def stock(path: Path, **arguments: Any) -> Any:

@@ -131,7 +131,7 @@ class Voice:
         Raises:
             Failure: The tokenizer cannot be loaded.
         """
-        tokenizer = source.tokenizer() if source.has_tokenizer else None
+        tokenizer = source.tokenizer() if source.tokenizer_files else None
         generation = read_object(source.files / "generation_config.json") or {}
 
         def said(name: str) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+from torch.nn.functional import pad
 
 from attention.forward import Block, Heads, Jacobian, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
@@ -128,9 +129,11 @@ class _QueryFit:
             sampled: Of how many tokens to rotate keys back.
         """
         nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
-        spread, queries, norm = _joined(nope, rope), self.queries, self.jacobian.norm
+        dims, rotated = nope.shape[-1], rope.shape[-1]
+        spread = pad(nope, (0, rotated, 0, rotated)) + pad(rope, (dims, 0, dims, 0))
+        queries, norm = self.queries, self.jacobian.norm
         if norm is not None:
-            queries, gain = queries * norm.inverse, norm.gain.roll(nope.shape[-1], -1)  # nope dims first
+            queries, gain = queries * norm.inverse, norm.gain.roll(dims, -1)  # nope dims first
             spread = gain.mT * spread * gain
         return queries.mT @ queries, spread
 
@@ -198,11 +201,3 @@ def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
 
 def _times(maps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return (maps @ bias.float()[..., None])[..., 0]
-
-
-def _joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """`[H, N + P, N + P]` of `[H, N, N]` and `[H, P, P]`, parts with and without positions apart."""
-    dims = nope.shape[1]
-    met = nope.new_zeros(len(nope), dims + rope.shape[1], dims + rope.shape[1])
-    met[:, :dims, :dims], met[:, dims:, dims:] = nope, rope
-    return met

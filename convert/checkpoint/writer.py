@@ -91,11 +91,6 @@ def _finite(chunk: torch.Tensor) -> bool:
     return all(math.isfinite(bound) for bound in torch.aminmax(chunk))  # NaN propagates to both bounds
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors hold the same bytes; numpy compares many at once, and torch value by value."""
-    return bool((a.view(torch.uint8).numpy() == b.view(torch.uint8).numpy()).all())
-
-
 def require_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise a Failure that names the tensor if it holds NaN or infinities."""
     if not _finite(tensor):
@@ -117,10 +112,10 @@ def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str
         raise Failure(f"{path.name} does not read back: its tensors are not the ones written", hint=_FAILING)
     for name, tensor in tensors.items():
         back = written.get_tensor(name)
-        same = back.shape == tensor.shape and all(
-            _same(read, meant) for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtypes[name]), strict=True)
-        )
-        if not same:
+        chunks = zip(back.flatten().split(_CHUNK), _chunks(tensor, dtypes[name]), strict=True)
+        # numpy compares many bytes at once, and torch value by value.
+        same = ((read.view(torch.uint8).numpy() == meant.view(torch.uint8).numpy()).all() for read, meant in chunks)
+        if back.shape != tensor.shape or not all(same):
             raise Failure(f"{path.name} does not read back: {name} differs", hint=_FAILING)
 
 

@@ -32,7 +32,7 @@ class Command(click.Command):
         given = dict(ctx.params)
         as_json, verbose, quiet = given.pop("as_json"), given.pop("verbose"), given.pop("quiet")
         arguments = [given.pop(str(one.name)) for one in self.params if isinstance(one, click.Argument)]
-        ctx.meta.update({"kvfold.verbose": verbose, "kvfold.quiet": quiet})  # shared with the group, which handles errors
+        ctx.meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
         with contextlib.redirect_stdout(sys.stderr):  # where libraries print
             if self.name != "families":  # which reads no model, and has no use for torch
                 from convert.command.console import console
@@ -50,8 +50,8 @@ class Command(click.Command):
                 raise
             reason = f"stdout cannot be written: {error.strerror}"
             raise Failure(reason, hint="what the command wrote to files is whole") from None
-        if found.page is not None:
-            _say(f"report: {found.page}")
+        if found.page is not None and not quiet:
+            click.echo(printable(f"report: {found.page}"), err=True)
 
 
 class Printed(NamedTuple):
@@ -65,12 +65,6 @@ class Printed(NamedTuple):
 def _progress() -> Any:
     """The progress callback of the command that runs."""
     return click.get_current_context().obj
-
-
-def _say(line: str) -> None:
-    """Print a line on stderr, unless `--quiet` is given."""
-    if not click.get_current_context().meta["kvfold.quiet"]:
-        click.echo(printable(line), err=True)
 
 
 class Commands(click.Group):

@@ -68,11 +68,6 @@ class Job:
         assert projections is not None
         return assumed.to(self.plan.runs_on).behind(projections)
 
-    def input_gain(self, layer: int) -> torch.Tensor:
-        """`[E]`, the gains of the norm of a layer's input; ones without."""
-        gain, _ = self._input_norm(layer)
-        return torch.ones(self.plan.source.decoder.hidden_size, dtype=torch.float64) if gain is None else gain
-
     def _input_norm(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gain and bias of the norm of a layer's input, `[E]` each, fp64; None for what it lacks."""
         norm, found = self.plan.family.input_norm(layer), self.manifest.reader.infos
@@ -146,10 +141,25 @@ class Job:
         fitted = self.adapted(before, latent, layer, seen)
         assert isinstance(fitted, FactoredAttention)
         if target.spec.q_lora_rank is not None:
-            fitted = _behind_norm(fitted, self.input_gain(layer), layer, seen)
+            fitted = self._behind_norm(fitted, layer, seen)
         latent, size = balanced(fitted, seen), target.host.latent_size(target.spec.kv_lora_rank or 0)
         # A norm that divides it by its size lets scales cancel.
         return latent if size is None or latent.normalised else sized(latent, seen.second, size)
+
+    def _behind_norm(self, after: FactoredAttention, layer: int, seen: Statistics) -> FactoredAttention:
+        """Queries that read the input without the gains of its norm."""
+        assert seen.sample is not None, "portable results need text"
+        gain, _ = self._input_norm(layer)
+        if gain is None:
+            gain = torch.ones(self.plan.source.decoder.hidden_size, dtype=torch.float64)
+        after, spread = behind_norm(after, gain, seen.sample)
+        if spread > _UNEVEN:
+            raise Failure(
+                f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
+                f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
+                hint="leave out --engine llama.cpp: embeddings are so small that the norm's epsilon matters, or gains are zero",
+            )
+        return after
 
     def adapted(self, before: Attention, after: Record, layer: int, seen: Statistics) -> Record:
         """A layer's record that is fit for the format of its cache, and fitted to the source's.
@@ -195,19 +205,6 @@ def _refitted(before: Attention, after: Record, sample: Blocks, attended: Attend
     exact = form is not None and isinstance(after, FactoredAttention) and (form.bits >= _EXACT or bool(form.classes))
     start = replace(after, rounding=None) if exact else after
     return replace(refitted(before, start, sample.to(before.k.device), attended), rounding=form)
-
-
-def _behind_norm(after: FactoredAttention, gain: torch.Tensor, layer: int, seen: Statistics) -> FactoredAttention:
-    """Queries that read the input without the gains `[E]` of its norm."""
-    assert seen.sample is not None, "portable results need text"
-    after, spread = behind_norm(after, gain, seen.sample)
-    if spread > _UNEVEN:
-        raise Failure(
-            f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
-            f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
-            hint="leave out --engine llama.cpp: embeddings are so small that the norm's epsilon matters, or gains are zero",
-        )
-    return after
 
 
 def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:

@@ -277,12 +277,6 @@ class Family(ABC):
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     @property
-    def dims_of_heads(self) -> int:
-        """How many numbers the keys and values of all KV heads have, as they are projected."""
-        spec = self.spec
-        return 2 * spec.num_kv_heads * spec.head_dim
-
-    @property
     def needs_projections(self) -> bool:
         """Whether a latent reads `attention.record.HeadProjections`: nothing can be mixed across a norm or a clamp."""
         traits = self.traits

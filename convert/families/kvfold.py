@@ -35,7 +35,10 @@ _PREFIX = "model."  # of the source's class
 
 def around(inner: Family, config: Any = None) -> KvfoldProjections:
     """The family of kvfold's class around the class of another family, which reads the `text_config` of the config."""
-    inner = inner if config is None else inner.of(_without_latent(config.text_config))
+    if config is not None:
+        stock = copy.copy(config.text_config)
+        vars(stock).pop("kv_lora_rank", None)  # the sizes of a latent, which a stock class ignores
+        inner = inner.of(stock)
     return KvfoldProjections(
         MODEL_TYPE,
         config=config,
@@ -46,13 +49,6 @@ def around(inner: Family, config: Any = None) -> KvfoldProjections:
         shares_heads=False,  # not by a key of config.json that other software reads
         inner=inner,
     )
-
-
-def _without_latent(config: Any) -> Any:
-    """A stock class's config without the sizes of a latent, which that class ignores."""
-    found = copy.copy(config)
-    vars(found).pop("kv_lora_rank", None)
-    return found
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ class KvfoldProjections(Family):
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         if layer in spec.kept:
             assert isinstance(record, Attention), "a source has heads"
-            return {_PREFIX + name: tensor for name, tensor in self.inner.join(record, spec.of_kept, layer).items()}
+            source = AttentionSpec(spec.num_layers, spec.num_heads, spec.kept_kv_heads, spec.head_dim, windows=spec.windows)
+            return {_PREFIX + name: tensor for name, tensor in self.inner.join(record, source, layer).items()}
         rank = spec.kv_lora_rank or 0
         if isinstance(record, Attention):
             behind = record.projections is not None

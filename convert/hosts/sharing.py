@@ -89,6 +89,8 @@ _SETTINGS: dict[str, Mapping[str, str]] = {
         "embd_pdrop": "embed_dropout", "resid_pdrop": "resid_dropout", "attn_pdrop": "attention_dropout",
     },
 }  # fmt: skip
+# Settings of OPT that decide which tensors it has, with the values whose tensors the class has, too.
+_OF_OPT = {"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
 # Where a source has no such setting.
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "embd_pdrop": 0.0}
 
@@ -129,7 +131,8 @@ class GPTBigCode(StockClass):
         if target.num_kv_heads != 1:
             return f"it has one KV head, not {target.num_kv_heads}"
         config = family.config
-        for field, needed in _needed(config).items():
+        needs = {**_OF_OPT, "word_embed_proj_dim": config.hidden_size} if config.model_type == "opt" else {}
+        for field, needed in needs.items():
             if (found := getattr(config, field)) != needed:
                 return f"config.json sets {field} to {found}, and the class needs {needed}"
         for field, value in family.traits.extra_features.items():
@@ -158,14 +161,6 @@ class GPTBigCode(StockClass):
             "scale_attn_weights": True,
             "multi_query": True,
         }
-
-
-def _needed(config: Any) -> dict[str, Any]:
-    """Settings of a source that decide which tensors it has, with the values whose tensors the class has, too."""
-    if config.model_type != "opt":
-        return {}
-    plain = {"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
-    return {**plain, "word_embed_proj_dim": config.hidden_size}
 
 
 PHI, BIGCODE = Phi(), GPTBigCode()

@@ -53,7 +53,7 @@ class SourceClass(Host):
         return family
 
     def refuses(self, family: Family, target: AttentionSpec) -> str | None:
-        return None if _copies(family, target) else family.unshared(target)
+        return None if target == family.spec else family.unshared(target)
 
     def config(self, raw: Mapping[str, Any], family: Family, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         changes = _changes(family, target)
@@ -68,13 +68,9 @@ class SourceClass(Host):
         return changed
 
 
-def _copies(family: Family, target: AttentionSpec) -> bool:
-    return target == family.spec
-
-
 def _changes(family: Family, target: AttentionSpec) -> dict[str, Any]:
     """The fields of the config that change; none where a class that ignores them is copied: they would mislead others."""
-    return {} if not family.shares_heads and _copies(family, target) else family.sharing(target)
+    return {} if not family.shares_heads and target == family.spec else family.sharing(target)
 
 
 _SHARING = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)

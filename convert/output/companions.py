@@ -69,7 +69,7 @@ def tokenizer_class(source: Source, config: dict[str, Any]) -> str | None:
     Raises:
         Failure: Whatever it names, transformers would load another tokenizer than the source's.
     """
-    if config.get("model_type") == source.config.model_type or not source.has_tokenizer:
+    if config.get("model_type") == source.config.model_type or not source.tokenizer_files:
         return None
     try:
         expected = source.tokenizer()

@@ -175,45 +175,29 @@ def held_by(
     engine: Engine | None = None,
     hint: str | None = None,
 ) -> tuple[Host, AttentionSpec]:
-    """The first output class that can carry a target in which layers stay, and that target; all else is as of `host_of`.
+    """The first output class that can carry a target in which layers stay, and that target.
 
     Where no class can keep layers that the user did not name, all are converted.
-    """
-    keeping = target.keeping(kept.layers, family.spec.num_kv_heads)
-    try:
-        return host_of(hosts, family, keeping, engine, hint), keeping
-    except Refusal:
-        if kept.required or not kept.layers:
-            raise
-    return host_of(hosts, family, target, engine, hint), target
-
-
-def host_of(
-    hosts: Sequence[Host],
-    family: Family,
-    target: AttentionSpec,
-    engine: Engine | None = None,
-    hint: str | None = None,
-) -> Host:
-    """The first output class that can carry a target.
 
     Args:
         hosts: The classes, in order of preference: `HOSTS` of "gqa", "mqa" or "mla", or `PORTABLE`.
         family: The source's family.
-        target: The sizes of the result.
+        target: The sizes of the result, as if all layers were converted.
+        kept: The layers that stay.
         engine: What has to run it; sizes of latents are not asked here.
         hint: The next step if no class can.
 
     Raises:
         Refusal: No class can; the message gives the reason of each.
     """
-    refusals = []
+    keeping, refusals = target.keeping(kept.layers, family.spec.num_kv_heads), []
     for host in hosts:
-        reason = unfit(host, family, target, engine)
-        if reason is None:
-            return host
+        if (reason := unfit(host, family, keeping, engine)) is None:
+            return host, keeping
         refusals.append(f"{host.name}: {reason}")
-    carried = "MLA" if target.kv_lora_rank else target.kind
+    if kept.layers and not kept.required:
+        return held_by(hosts, family, target, Kept((), required=False), engine, hint)
+    carried = "MLA" if target.kv_lora_rank else keeping.kind
     raise Refusal(f"no output class carries {carried} of this {family.model_type} model: {'; '.join(refusals)}", hint=hint)
 
 

@@ -146,7 +146,8 @@ class Plan(Request):
     @property
     def channels(self) -> int:
         """How many numbers a token's statistics are about: those of a layer's input, or of all heads' keys and values."""
-        return self.family.dims_of_heads if self.reads_projections else self.source.decoder.hidden_size
+        spec = self.before
+        return 2 * spec.num_kv_heads * spec.head_dim if self.reads_projections else self.source.decoder.hidden_size
 
     @property
     def cache_dtype(self) -> str:

@@ -272,11 +272,6 @@ class Source:
         files = (file for file in self.files.iterdir() if file.is_file())
         return [file for file in files if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether there are any."""
-        return bool(self.tokenizer_files)
-
     def tokenizer(self) -> Any:
         """Its own tokenizer.
 

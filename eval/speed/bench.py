@@ -250,17 +250,13 @@ def _lines(report: dict[str, Any]) -> list[str]:
     setup, models = report["setup"], report["models"]
     rows = [(model, row) for model in models for row in model["cases"]]
     cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
-    lines = [_setup(setup, models)]
-    if cut:
-        lines.append(f"Prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
-    return lines + [f"Warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]
-
-
-def _setup(setup: dict[str, Any], models: list[dict[str, Any]]) -> str:
     dtypes, attentions = (" and ".join(dict.fromkeys(model[key] for model in models)) for key in ("dtype", "attention"))
-    return (
+    lines = [
         f"{setup['name']} ({setup['device']}), cores: {setup['cores']}, threads: {setup['threads']}; torch {setup['torch']}, "
         f"transformers {setup['transformers']}; {dtypes}, {attentions} attention. "
         f"Medians (least to most) of rounds: {setup['rounds']}, each of one prefill and steps: {setup['steps']}. A step is a "
         "forward pass of the last token of each sequence."
-    )
+    ]
+    if cut:
+        lines.append(f"Prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+    return lines + [f"Warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]

@@ -15,13 +15,13 @@ import pytest
 import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
-from held import IGNORING, NO_ROPE, Row, config_of, full, latent_of, said, small, stock
+from held import IGNORING, NO_ROPE, Row, full, latent_of, said, small, stock
 from latents import WAYS, method_options, same_logits, tolerance
 from rows import rows
 from tiny import tiny_config
 from tiny_mla import tokens
 from transformers import AutoModelForCausalLM
-from written import Convert, Make, is_a_copy, ok
+from written import Convert, Make, is_a_copy, ok, read
 
 from attention import load
 from attention.latent import is_absorbed
@@ -138,11 +138,12 @@ def exact_logits(path: Path, row: Row) -> torch.Tensor:
 def test_equal_heads_merge_without_loss(name: str, made: Made) -> None:
     row = HEADS[name]
     source, out = made(row, "heads")
-    assert config_of(out)["model_type"] == row.holds
+    config = read(out / "config.json")
+    assert config["model_type"] == row.holds
     before, after = (AttentionSpec.from_config(Source.parse(str(path)).config) for path in (source, out))
     assert after == before.grouped(row.groups).keeping(row.kept, before.num_kv_heads)
     if row.holds == row.model_type and FAMILIES[row.model_type].shares_heads:
-        assert (config_of(out)["num_key_value_heads"], config_of(out)["head_dim"]) == (row.groups, before.head_dim)
+        assert (config["num_key_value_heads"], config["head_dim"]) == (row.groups, before.head_dim)
     same_logits(exact_logits(out, row), exact_logits(source, row), row.tolerance)
 
 
@@ -172,7 +173,7 @@ def test_as_many_groups_as_heads_copies_every_bit(model_type: str, shelf: Make, 
     heads = heads_of(Row(model_type, model_type))
     ok(convert("gqa", source, tmp_path / "out", "--groups", heads, "--method", "mean", "--force"))
     is_a_copy(tmp_path / "out", source)
-    assert config_of(tmp_path / "out") == config_of(source)
+    assert read(tmp_path / "out" / "config.json") == read(source / "config.json")
 
 
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
@@ -225,7 +226,7 @@ BOTH = (
 def test_full_size_gives_the_sources_logits(method: str, name: str, made: Made) -> None:
     row = LATENTS[name]
     source, out = made(row, method)
-    config = config_of(out)
+    config = read(out / "config.json")
     assert config["model_type"] == row.holds
     if row.holds == MODEL_TYPE:
         assert config["text_config"]["model_type"] == INSIDE.get(row.model_type, row.model_type)

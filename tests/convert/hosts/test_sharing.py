@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from held import GLOBAL, config_of
+from held import GLOBAL
 from latents import logits_of
 from tiny import VOCABULARY, tiny_config
 from tiny_mla import tokens
-from written import Convert, Make, damage, edit, left_nothing, ok, weights
+from written import Convert, Make, damage, edit, left_nothing, ok, read, weights
 
 from convert.families import FAMILIES
 from convert.hosts.kvfold import LATENT_HOST
@@ -76,7 +76,7 @@ def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tm
     source = checkpoint("opt")
     with_text = ["--text", words, "--calibration-tokens", 384]
     ok(convert("mqa", source, tmp_path / "out", *with_text))
-    assert config_of(tmp_path / "out")["model_type"] == "gpt_bigcode"
+    assert read(tmp_path / "out" / "config.json")["model_type"] == "gpt_bigcode"
     ok(convert("mqa", source, tmp_path / "plain"))
     expected = logits_of(source, tokens(2, 24))
     far, near = (float((logits_of(tmp_path / name, tokens(2, 24)) - expected).norm()) for name in ("plain", "out"))
