@@ -45,7 +45,7 @@ def auto_class(config: Any) -> Any:
     import transformers
 
     models.make_known(config.model_type)
-    found = _classes(config)
+    found = classes_of(config)
     if len(found) > 1:
         named = config.architectures or ()
         found = {auto: classes for auto, classes in found.items() if classes[type(config)].__name__ in named} or found
@@ -64,13 +64,8 @@ def from_config(config: Any, **options: Any) -> Any:
     return auto_class(config).from_config(config, trust_remote_code=True, **options)
 
 
-def has_class(config: Any) -> bool:
-    """Whether transformers has a language model of this config."""
-    return bool(_classes(config))
-
-
-def _classes(config: Any) -> dict[Any, Any]:
-    """The auto classes that have a class for the config, and all that each of them has."""
+def classes_of(config: Any) -> dict[Any, Any]:
+    """The auto classes of transformers that have a class for the config, and all that each of them has."""
     import transformers
 
     autos = {

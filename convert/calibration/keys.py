@@ -37,7 +37,13 @@ def fitted_keys(
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
-    change = _solved(_fits(_KeyFit, after, blocks, sources, attended), attended.seen.float())
+    fits = _fits(_KeyFit, after, blocks, sources, attended)
+    powers = [fit.power() if fit.jacobian.norm is None else fit.power() * fit.jacobian.norm.power() for fit in fits]
+    power = torch.stack(powers).sum(0)
+    power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    ridge, right = ridged(attended.seen.float())
+    # `[G, D', E]`
+    change = solved(fits, lambda change: ridge * power * change, lambda residual: residual / power @ right)
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
     return lambda share: replace(after, k=after.k.float() + share * change)
@@ -154,13 +160,3 @@ class _GainFit(_KeyFit):
     def _norm(self) -> LinearisedNorm:
         assert self.jacobian.norm is not None
         return self.jacobian.norm
-
-
-def _solved(fits: list[_KeyFit], seen: torch.Tensor) -> torch.Tensor:
-    """`[G, D', E]`, the change of the keys."""
-    power = torch.stack(
-        [fit.power() if fit.jacobian.norm is None else fit.power() * fit.jacobian.norm.power() for fit in fits]
-    ).sum(0)
-    power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    ridge, right = ridged(seen)
-    return solved(fits, lambda change: ridge * power * change, lambda residual: residual / power @ right)

@@ -21,7 +21,7 @@ _ROUNDING = 1e-8  # of the output's energy: what does not lack more than that is
 
 
 class _Sums(NamedTuple):
-    """Of what heads read r `[H D]` and what is missing m `[E]`, fp64.
+    """Of what heads read r `[H D]` and what is missing m `[E]`, fp64; each token counts by its weight.
 
     Attributes:
         square: `[H D, H D]`, Σ r rᵀ.
@@ -30,7 +30,7 @@ class _Sums(NamedTuple):
         missing: `[E]`, Σ m.
         missing_energy: Σ |m|², a scalar.
         target_energy: Σ |m + what is there|², a scalar.
-        tokens: Their number, a scalar.
+        tokens: The sum of their weights, a scalar.
     """
 
     square: torch.Tensor
@@ -78,28 +78,33 @@ class OutputFit:
         self._record, self._blocks = record, 0
         self._halves: dict[int, _Sums] = {}  # of the blocks with even numbers, and of those with odd ones
 
-    def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
-        """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""
+    def see(self, read: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Add what the heads read `[b, T, H D]` and what should come out `[b, T, E]`; errors count `weight [b, T]` times."""
+        scale = torch.ones_like(read[..., :1]) if weight is None else weight[..., None].sqrt()
         for half in (0, 1):
             rows = slice((half + self._blocks) % 2, None, 2)
             if len(read[rows]):
-                sums = self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
+                sums = self._sums(*(part[rows].flatten(0, 1) for part in (read, target, scale)))
                 self._halves[half] = self._halves[half].plus(sums) if half in self._halves else sums
         self._blocks += len(read)
 
-    def _sums(self, read: torch.Tensor, target: torch.Tensor) -> _Sums:
+    def missing(self, read: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """What the output projection, before it is fitted, lacks, `[…, E]`."""
         missing = target - read @ self._record.o.float().flatten(1).T
-        if self._record.o_bias is not None:
-            missing = missing - self._record.o_bias.float()
-        square, cross, of_read, of_missing = read.T @ read, read.T @ missing, read.sum(0), missing.sum(0)
+        return missing if self._record.o_bias is None else missing - self._record.o_bias.float()
+
+    def _sums(self, read: torch.Tensor, target: torch.Tensor, scale: torch.Tensor) -> _Sums:
+        missing = self.missing(read, target)
+        read, missing, target = scale * read, scale * missing, scale * target
+        square, cross, of_read, of_missing = read.T @ read, read.T @ missing, read.T @ scale, missing.T @ scale
         return _Sums(
             square=square.double(),
             cross=cross.double(),
-            read=of_read.double(),
-            missing=of_missing.double(),
+            read=of_read[:, 0].double(),
+            missing=of_missing[:, 0].double(),
             missing_energy=missing.square().sum().double(),
             target_energy=target.square().sum().double(),
-            tokens=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
+            tokens=scale.double().square().sum(),
         )
 
     def record(self) -> Record:

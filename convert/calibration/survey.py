@@ -21,6 +21,7 @@ from eval.inputs.sealed import Shelf
 from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
+FIRST_TOKENS = 1 / 40  # of the text: what they count where they count
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
@@ -76,6 +77,12 @@ class Moments:
             for ids, block in zip(text.rows, replace(text, rows=x).blocks, strict=True):
                 self._attended.add(heads_of(self._attention, block), ids.to(x.device))
 
+    def see_first(self, x: torch.Tensor) -> None:
+        """Count first tokens of texts `[n, 1, E]`, each of which reads itself alone, among what attention reads."""
+        if self._attended and self._attention.sinks is None:
+            projections = self._attention.projections
+            self._attended.add_first((projections(x)[1] if projections else x)[:, 0])
+
     def statistics(self) -> Statistics:
         """The statistics of everything that was seen.
 
@@ -115,7 +122,7 @@ class _AttendedSums:
     """Sums over sampled queries and all heads; `matching` is apart for each head."""
 
     def __init__(self, width: int, heads: int, device: torch.device, sinks: bool = False) -> None:
-        self._count = self._matches = 0
+        self._count, self._matches = 0.0, 0
         self._matched = torch.zeros(heads, dtype=torch.float64, device=device)
         self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
@@ -137,6 +144,15 @@ class _AttendedSums:
         if self._sunk is not None:
             rest = 1 - probabilities.sum(1)
             self._sunk += torch.cat((rest @ read, rest.sum()[None], (rest @ rest)[None]))
+
+    def add_first(self, inputs: torch.Tensor) -> None:
+        """Add tokens `[n, E]` that are all that they attend to, as `FIRST_TOKENS` of the queries before."""
+        weight = FIRST_TOKENS * self._count / len(inputs)
+        second = weight * inputs.T @ inputs
+        self._seen += second
+        self._read += second
+        self._mean += weight * inputs.sum(0, dtype=torch.float64)
+        self._count += weight * len(inputs)
 
     def moments(self) -> Attended:
         seen, read, mean = (part / self._count for part in (self._seen, self._read, self._mean))

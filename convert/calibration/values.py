@@ -31,7 +31,19 @@ def fitted_values(
     length, lacking = len(blocks[0]), attention_output(before, blocks) - attention_output(after, blocks)
     parts = fitted_spans(len(after.q), len(blocks), length)
     fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(length), parts, strict=True)]
-    change = _solved(fits, read.float())
+    outputs = fits[0].outputs.float().permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
+    left = outputs.mT @ outputs
+    least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
+    left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
+    left_inverse, (ridge, right) = inverse(left), ridged(read.float())
+    count = sum(tokens.stop - tokens.start for fit in fits for tokens in fit.spans)
+    # One problem: the outputs of all heads are added. The change is `[G, D, E]`.
+    change = solved(
+        fits,
+        lambda change: count * ridge * left @ change,
+        lambda residual: left_inverse @ residual @ right / count,
+        apart=False,
+    )
     return lambda share: replace(after, v=after.v.float() + share * change)
 
 
@@ -78,20 +90,3 @@ class _ValueFit:
             of_heads = (pull @ self.outputs.flatten(1)).unflatten(-1, self.outputs.shape[1:])  # [t, G, n, D]
             of_values[:, : tokens.stop] += probabilities.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
         return (of_values.to(self.x.dtype).mT @ self.x).float()
-
-
-def _solved(fits: list[_ValueFit], read: torch.Tensor) -> torch.Tensor:
-    """`[G, D, E]`, the change of the values."""
-    outputs = fits[0].outputs.float().permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
-    left = outputs.mT @ outputs
-    least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
-    left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
-    left_inverse, (ridge, right) = inverse(left), ridged(read)
-    count = sum(tokens.stop - tokens.start for fit in fits for tokens in fit.spans)
-    # One problem: the outputs of all heads are added.
-    return solved(
-        fits,
-        lambda change: count * ridge * left @ change,
-        lambda residual: left_inverse @ residual @ right / count,
-        apart=False,
-    )

@@ -134,7 +134,8 @@ class Job:
                 after = target.method.merge(before, target.spec.num_kv_heads, seen)
             return self.adapted(before, after, layer, seen)
         assert before.sinks is None, "no output class has a latent and sinks"
-        latent = target.method.factor(before, self.choice.allocation(target, self.plan.rotary), seen)
+        allocation = replace(target.allocation(self.plan.rotary), pairs=self.choice.pairs)
+        latent = target.method.factor(before, allocation, seen)
         if target.host.portable:
             assert seen.sample is not None, "the norm of a latent is fitted to text"
             latent = with_constant_norm(before, latent, seen.sample.to(before.k.device))

@@ -224,7 +224,11 @@ def plan_heal(
     """
     compute_device(device)
     if options.track is not None:
-        _require_tracker(options.track)
+        from transformers.integrations import get_available_reporting_integrations
+
+        if options.track not in (there := get_available_reporting_integrations()):
+            said = f"no tracker {options.track!r} is installed, but {', '.join(there) or 'none'}"
+            raise Refusal(said, hint="install its package")
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     if options.train == "lora":
@@ -281,14 +285,6 @@ def is_matrix(model: Any, name: str) -> bool:
     """Whether a parameter is the matrix of a linear module."""
     module, _, part = name.rpartition(".")
     return part == "weight" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
-
-
-def _require_tracker(name: str) -> None:
-    """Refuse a tracker that transformers does not know, or whose package is not installed."""
-    from transformers.integrations import get_available_reporting_integrations
-
-    if name not in (there := get_available_reporting_integrations()):
-        raise Refusal(f"no tracker {name!r} is installed, but {', '.join(there) or 'none'}", hint="install its package")
 
 
 def _named_teacher(converted: Source) -> str:

@@ -76,7 +76,6 @@ class Plan(Request):
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
         runs_on: The device on which layers run and are changed.
-        location: Where the source is, for a recipe that is read from another directory.
         text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
@@ -84,7 +83,6 @@ class Plan(Request):
     target: Target
     calibration: Calibration | None
     runs_on: torch.device
-    location: str
     text_given: bool
 
     @classmethod
@@ -106,10 +104,14 @@ class Plan(Request):
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
         runs_on = compute_device("cpu") if pools and request.device == "auto" else device
-        given = vars(request) | {"checks": request.checks and not target.copies, "location": location_of(request.source)}
+        given = vars(request) | {"checks": request.checks and not target.copies}
         plan = cls(**given, family=family, target=target, calibration=used, runs_on=runs_on, text_given=text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
-            raise _nothing_to_change(plan.source.reference, plan.before)
+            heads = plan.before.num_kv_heads
+            fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
+            step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
+            said = f"{plan.source.reference} has {heads} KV head{'s' if fewer else ''} already"
+            raise Refusal(said, hint=f"{step}, or copy it with --force")
         return plan
 
     @property
@@ -244,7 +246,7 @@ class Plan(Request):
         size, units = self.output.max_shard_size, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B"))
         unit, name = next((unit, name) for unit, name in units if size % unit == 0)
         return {
-            "model": self.location,
+            "model": location_of(self.source),
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,
@@ -310,14 +312,6 @@ def location_of(source: Source) -> str:
     """Where a checkpoint is, for a recipe that is read from another directory."""
     path = source.gguf.path.absolute() if source.gguf else source.directory.resolve() if source.directory else None
     return str(path) if path else f"{source.repository}@{source.commit}"
-
-
-def _nothing_to_change(reference: str, before: AttentionSpec) -> Refusal:
-    """Why a copy of a source is not made."""
-    heads = before.num_kv_heads
-    fewer = ", ".join(str(groups) for groups in range(heads - 1, 0, -1) if heads % groups == 0)
-    step = f"choose {' or '.join(fewer.rsplit(', ', 1))}" if fewer else "make a latent of it with `convert mla`"
-    return Refusal(f"{reference} has {heads} KV head{'s' if fewer else ''} already", hint=f"{step}, or copy it with --force")
 
 
 def with_room(calibration: Calibration, config: Any, device: Any) -> Calibration:

@@ -17,7 +17,6 @@ from convert.planning.targets import LatentTarget
 if TYPE_CHECKING:
     from attention.formats import Format
     from attention.spec import AttentionSpec
-    from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
 
@@ -242,7 +241,14 @@ class Sizing(LatentBounds):
         """What the user should know of a target."""
         spec, host, source = target.spec, self.host, self.source
         rank = spec.kv_lora_rank or 0
-        yield _channels_note(rank, target.channels, host)
+        constant = host.reserved(rank)
+        zeros = rank - target.channels - constant
+        note = f"{target.channels} of {rank} latent channels carry keys and values"
+        if host.portable:
+            note += "; one makes the norm of latents nearly constant"
+        elif constant:
+            note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
+        yield note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")
         yield from host.notes(self.family)
         if (form := target.rounding) and form.precise and (count := spec.count_precise(form)):
             yield f"{form.name} keeps the layers that copy in {form.precise.name}: {count} of {spec.num_layers}"
@@ -253,14 +259,3 @@ class Sizing(LatentBounds):
         held = spec.bytes_per_token(target.cache_dtype or self.dtype, self.context)
         if held >= self.before.bytes_per_token(source.dtype, self.context):
             yield "the cache is not smaller than the source's"
-
-
-def _channels_note(rank: int, used: int, host: Host) -> str:
-    constant = host.reserved(rank)
-    zeros = rank - used - constant
-    note = f"{used} of {rank} latent channels carry keys and values"
-    if host.portable:
-        note += "; one makes the norm of latents nearly constant"
-    elif constant:
-        note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
-    return note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")

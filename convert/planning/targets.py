@@ -5,7 +5,7 @@ Each has its recipe and its facts; `convert.execute.job` changes layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attention.formats import rounding_of
@@ -118,10 +118,6 @@ class Choice:
     """
 
     pairs: tuple[int, ...] = ()
-
-    def allocation(self, target: LatentTarget, rotary: Rotary) -> Allocation:
-        """What a method factors each layer to; `rotary` is the source's rotary embedding."""
-        return replace(target.allocation(rotary), pairs=self.pairs)
 
 
 Target = GroupedTarget | LatentTarget

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attention.auto import auto_class, has_class
+from attention.auto import auto_class, classes_of
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from attention.versions import keep_caps
 from eval.inputs.misfits import OTHER_MODEL, disagreement, instead_of
@@ -133,7 +133,7 @@ def compute_dtype(source: Source, dtype: str, device: str) -> str:
 
 def require_causal(source: Source) -> None:
     """Raise `Refusal` if the model is not a decoder-only language model."""
-    known = has_class(source.config) or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
+    known = classes_of(source.config) or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
     if getattr(source.config, "is_encoder_decoder", False) or not known:
         raise Refusal(
             f"{source.reference} is not a decoder-only language model (model type {source.model_type!r})",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from attention.auto import has_class
+from attention.auto import classes_of
 from attention.errors import Refusal, one_line
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
@@ -45,7 +45,7 @@ _FOUND: dict[str, Family | Refusal] = {}  # by the config: the experiments take 
 
 
 def _found(config: Any) -> Family:
-    if not has_class(config):
+    if not classes_of(config):
         raise Unread("transformers has no language model of it")
     with _running():
         AttentionSpec.from_config(config)  # whose reason says more than that of a twin without it

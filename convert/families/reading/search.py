@@ -232,7 +232,8 @@ class Search:
     def _form(self, module: Any, read: torch.Tensor, gave: torch.Tensor, after_rotary: bool = False) -> NormRow | None:
         """How a norm of heads `[1, H, T, D]` normalises, by what it gives; its `eps` is "" if the config does not say it."""
         gain, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        eps, dim = _eps(module), read.shape[-1]
+        stated = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+        eps, dim = next(filter(None, stated), 1e-6), read.shape[-1]
         field = next(
             (name for name, value in vars(self.twin.decoder).items() if name.endswith(("eps", "epsilon")) and value == eps), ""
         )
@@ -314,8 +315,3 @@ def _by_heads(states: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
     heads, dim = shape[1], shape[3]
     flat = states.unflatten(-1, (heads, dim)) if states.ndim == 3 and states.shape[-1] == heads * dim else states
     return next((view for view in (flat, flat.transpose(1, 2)) if view.shape == shape), None) if flat.ndim == 4 else None
-
-
-def _eps(module: Any) -> float:
-    """What a norm adds to the variance."""
-    return next((value for name in ("variance_epsilon", "eps", "epsilon") if (value := getattr(module, name, None))), 1e-6)

@@ -16,39 +16,38 @@ def reads(record_: Record, tokens: int = 60, seed: int = 0) -> tuple[torch.Tenso
     return read, random(3, tokens, record_.o.shape[0], seed=seed + 2)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", [record, factored])
-def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: bool) -> None:
+def output(a: Record, read: torch.Tensor) -> torch.Tensor:
+    return read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
+
+
+@pytest.mark.parametrize(
+    ("kind", "biased", "weighted"), [(record, False, False), (factored, True, False), (record, True, True)]
+)
+def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: bool, weighted: bool) -> None:
     a: Record = kind(biased=biased)
     read, target = reads(a)
-    fit = OutputFit(a)
+    fit, weights = OutputFit(a), random(*read.shape[:2], seed=5).square()
     for part in range(3):
-        fit.see(read[part : part + 1], target[part : part + 1])
+        of = slice(part, part + 1)
+        fit.see(read[of], target[of], weights[of] if weighted else None)
     found = fit.record()
-    x, y = read.flatten(0, 1).double(), target.flatten(0, 1).double()
-    missing = y - x @ a.o.double().flatten(1).T
-    if biased:
-        missing = missing - a.o_bias.double()
-        centre, shift = x.mean(0), missing.mean(0)
-    else:
-        centre, shift = torch.zeros(x.shape[1]).double(), torch.zeros(y.shape[1]).double()
-    square = (x - centre).T @ (x - centre)
-    ridge = fit._ridge() * square.diagonal().mean()
+    weight = weights.flatten()[:, None].double().sqrt() if weighted else torch.ones(weights.numel(), 1).double()
+    x, missing = weight * read.flatten(0, 1), weight * (target - output(a, read)).flatten(0, 1)
+    one = weight[:, : int(biased)]
+    centred = x - one @ torch.linalg.lstsq(one, x).solution
+    ridge = fit._ridge() * centred.square().sum(0).mean()
     # The ridge as rows of its own: one more equation for each coefficient, which wants it to be zero.
-    rows = torch.cat((x - centre, ridge.sqrt() * torch.eye(x.shape[1]).double()))
-    wanted = torch.cat((missing - shift, torch.zeros(x.shape[1], y.shape[1]).double()))
-    change = torch.linalg.lstsq(rows, wanted).solution.T
+    wanting = torch.nn.functional.pad(ridge.sqrt() * torch.eye(x.shape[1]).double(), (0, int(biased)))
+    rows, wanted = torch.cat((torch.cat((x, one), 1), wanting)), torch.nn.functional.pad(missing, (0, 0, 0, len(wanting)))
+    solution = torch.linalg.lstsq(rows, wanted).solution
+    change, bias = solution[: x.shape[1]].T, solution[x.shape[1] :].sum(0)
     torch.testing.assert_close(found.o.double(), a.o.double() + change.view(a.o.shape), rtol=1e-3, atol=1e-4)
     if biased:
-        torch.testing.assert_close(found.o_bias.double(), a.o_bias.double() + shift - change @ centre, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.o_bias.double(), a.o_bias.double() + bias, rtol=1e-3, atol=1e-4)
     else:
         assert found.o_bias is None
     changed = {f.name for f in dataclasses.fields(found) if getattr(found, f.name) is not getattr(a, f.name)}
     assert changed == ({"o", "o_bias"} if biased else {"o"})
-
-
-def output(a: Record, read: torch.Tensor) -> torch.Tensor:
-    return read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -16,7 +16,7 @@ from attention.errors import Failure
 from attention.forward import heads_of
 from attention.record import PLAIN, Attention, Scoring
 from convert.calibration.stream import LayerStream
-from convert.calibration.survey import Moments, matches, survey
+from convert.calibration.survey import FIRST_TOKENS, Moments, matches, survey
 from convert.methods.statistics import Attended, Statistics
 from eval.inputs.sealed import Shelf
 
@@ -69,6 +69,13 @@ def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, sc
     for name in ("seen", "within", "read", "mean"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
     assert torch.linalg.eigvalsh(found.within).min() > -1e-4
+    first = inputs(8, tokens=1, blocks=5)
+    moments.see_first(first)
+    alone, mixed = attended(a, first), moments.statistics().attended
+    for name, tensor in expected.tensors.items():
+        if name != "matching":
+            mean = (tensor + FIRST_TOKENS * getattr(alone, name)) / (1 + FIRST_TOKENS)
+            torch.testing.assert_close(getattr(mixed, name), mean, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sink_is_a_token_of_zeros_and_of_no_constant() -> None:

@@ -10,6 +10,7 @@ from rows import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from written import Convert, Logits, Make, damage, layer_notes, ok, read, refused, same_but_for_the_run, stop_at, weights
 
+from convert.calibration import survey
 from convert.calibration.stream import LayerStream
 from convert.execute import sequence
 from convert.execute.job import Job
@@ -21,6 +22,10 @@ SIZES: dict[str, list[Any]] = {"gqa": ["--groups", 2], "mla": SMALL}
 def nats_lost(path: Path, source: Path, letters: Path) -> float:
     """KL of what the result says to what the source says, on the start of the text."""
     ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"].view(8, 32)
+    return nats_between(path, source, ids)
+
+
+def nats_between(path: Path, source: Path, ids: torch.Tensor) -> float:
     said = []
     for model in (source, path):
         with torch.inference_mode():
@@ -84,13 +89,35 @@ def test_a_layer_that_adds_nothing_still_adds_nothing(
     assert torch.isfinite(logits(tmp_path / "out")).all()
 
 
+@pytest.mark.parametrize("command", SIZES)
+def test_first_tokens_of_texts_are_fitted_where_much_of_them_is_missing(
+    command: str, shelf: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shelf(num_key_value_heads=8, num_hidden_layers=2)
+    ids = sequence.first_tokens(read(source / "config.json")["vocab_size"]).rows
+    for module in (sequence, survey):
+        monkeypatch.setattr(module, "FIRST_TOKENS", 10)
+    for far in (1, 0):
+        monkeypatch.setattr(sequence, "_FAR", far)
+        ok(convert(command, source, tmp_path / f"{far}", *SIZES[command], *on))
+    assert nats_between(tmp_path / "0", source, ids) < 0.9 * nats_between(tmp_path / "1", source, ids)
+
+
+def test_first_tokens_are_both_ends_of_a_vocabulary_and_some_between() -> None:
+    ids = sequence.first_tokens(151_936).rows
+    assert ids.shape == (1022, 1)
+    assert ids[:384].flatten().tolist() == [*range(384)]
+    assert ids[-384:].flatten().tolist() == [*range(151_552, 151_936)]
+    assert sequence.first_tokens(5).rows.flatten().tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     rows(
         [
             *((Job, "as_stored", count) for count in (1, 2, 3, 6)),
             (Shelf, "put", 2),
-            *((LayerStream, "advance", count) for count in range(1, 6)),
+            *((LayerStream, "advance", count) for count in range(1, 9)),
         ],
         [(Job, "as_stored", 3), (Shelf, "put", 2), (LayerStream, "advance", 4)],
     ),
