@@ -21,7 +21,7 @@ from eval.inputs.sealed import Shelf
 from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
-FIRST_TOKENS = 1 / 40  # of the text: what they count where they count
+FIRST_TOKENS = 1 / 40  # of the text's weight: that of all first tokens, in layers that are fitted to them
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf
@@ -146,7 +146,7 @@ class _AttendedSums:
             self._sunk += torch.cat((rest @ read, rest.sum()[None], (rest @ rest)[None]))
 
     def add_first(self, inputs: torch.Tensor) -> None:
-        """Add tokens `[n, E]` that are all that they attend to, as `FIRST_TOKENS` of the queries before."""
+        """Add all tokens `[n, E]` that attend to themselves alone, at once, as `FIRST_TOKENS` of the queries before."""
         weight = FIRST_TOKENS * self._count / len(inputs)
         second = weight * inputs.T @ inputs
         self._seen += second

@@ -86,7 +86,7 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
             needed += surveyed * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if text.calibration.refit:
         converted = (unit for unit in job.manifest.units if unit.layer is not None)
-        needed += inputs + 4 * 4 * len(first_tokens(plan.source.decoder.vocab_size).rows) * width
+        needed += inputs + 4 * 4 * len(first_tokens(plan.source.vocabulary).rows) * width
         needed += sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
     there = (file for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir())
     return max(0, needed - sum(file.stat().st_size for file in there))

@@ -1,7 +1,8 @@
 """Converts layers in order, each on the outputs of the converted layers before it, so that it can compensate for their losses.
 
-Two models run side by side over the calibration text, one layer at a time: the source, whose outputs are the aim, and the
-result so far, not sharpened yet. Finished layers and the inputs of the next one are on disk, where `--resume` finds them.
+Two models run side by side over the calibration text and over first tokens, one layer at a time: the source, whose outputs are
+the aim, and the result so far, not sharpened yet. Finished layers and the inputs of the next one are on disk, where `--resume`
+finds them.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
 
 _ENDS, _BETWEEN = 384, 256  # tokens of the vocabulary
-_FAR = 0.03  # of the energy of most first tokens: what may be missing before they count; they take from the fit of the text
+_FAR = 0.03  # of a first token's energy: what most may lack before they are fitted, which costs the fit of the text
 
 # The source's residual stream behind the attention, what the result's heads read, and what should come out of that.
 _See = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -92,7 +93,7 @@ class _Both:
                 LayerStream(result, self._layout, job.manifest, blocks, steps / f"{name}student", plan.runs_on, cache),
             )
 
-        self.pairs = pair(text.blocks, ""), pair(first_tokens(plan.source.decoder.vocab_size), "first-")
+        self.pairs = pair(text.blocks, ""), pair(first_tokens(plan.source.vocabulary), "first-")
 
     @property
     def streams(self) -> list[LayerStream]:
@@ -141,14 +142,14 @@ class _Both:
         return job.as_stored(layer, tensors, last, errors), job.as_stored(layer, tensors, fitted, errors)[0]
 
     def _lacks_first(self, layer: int, after: Record) -> bool:
-        """Whether the layer's outputs lack much of the residual stream of most first tokens."""
+        """Whether the layer's outputs lack much of the residual stream of most first tokens, if they go there as they are."""
         fit, lacking = OutputFit(after), list[torch.Tensor]()
 
         def see(stream: torch.Tensor, read: torch.Tensor, target: torch.Tensor) -> None:
-            lacking.append((fit.missing(read, target).norm(dim=-1) / stream.norm(dim=-1)).flatten())
+            lacking.append(fit.missing(read, target).square().sum(-1) > _FAR * stream.square().sum(-1))
 
         self._run(self.pairs[1], layer, after, see)
-        return bool(torch.cat(lacking).square().median() > _FAR)
+        return bool(torch.cat(lacking).float().mean() > 0.5) and self._job.plan.family.traits.adds_output
 
     def _changed(self, source: Attention, layer: int, moments: Moments) -> tuple[Statistics, Record]:
         observed = moments.statistics()
@@ -173,7 +174,7 @@ def first_tokens(vocabulary: int) -> Blocks:
     """Texts of one token, `[n, 1]`: the lowest and the highest ids, often bytes and control tokens, and some between.
 
     The first token of a text reads itself alone. What early layers make of it decides whether it becomes a sink of attention
-    (massive activations, arXiv 2402.17762), without which a model is lost; calibration text has as few as it has blocks.
+    (massive activations, arXiv 2402.17762), without which a model is lost. Calibration text has only one per block.
     """
     ids = {*range(vocabulary)[:_ENDS], *range(vocabulary)[-_ENDS:], *evenly_spread(min(_BETWEEN, vocabulary), vocabulary)}
     return Blocks.whole(torch.tensor(sorted(ids))[:, None])

@@ -76,6 +76,7 @@ class Plan(Request):
         target: The attention to convert it to.
         calibration: How calibration text is used; None without text.
         runs_on: The device on which layers run and are changed.
+        location: Where the source is, for a recipe that is read from another directory.
         text_given: Whether there was a text, if only for a copy, which needs none.
     """
 
@@ -83,6 +84,7 @@ class Plan(Request):
     target: Target
     calibration: Calibration | None
     runs_on: torch.device
+    location: str
     text_given: bool
 
     @classmethod
@@ -104,7 +106,7 @@ class Plan(Request):
         # Pooling heads is too little work to be worth moving weights.
         pools = isinstance(target, GroupedTarget) and target.method.text is TextUse.IGNORED and used is None
         runs_on = compute_device("cpu") if pools and request.device == "auto" else device
-        given = vars(request) | {"checks": request.checks and not target.copies}
+        given = vars(request) | {"checks": request.checks and not target.copies, "location": location_of(request.source)}
         plan = cls(**given, family=family, target=target, calibration=used, runs_on=runs_on, text_given=text is not None)
         if target.copies and "cast" not in plan.steps and not request.accepts_a_copy:
             heads = plan.before.num_kv_heads
@@ -246,7 +248,7 @@ class Plan(Request):
         size, units = self.output.max_shard_size, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B"))
         unit, name = next((unit, name) for unit, name in units if size % unit == 0)
         return {
-            "model": location_of(self.source),
+            "model": self.location,
             **self.target.recipe(),
             "method": self.target.method.name,
             "seed": self.seed,

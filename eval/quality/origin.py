@@ -61,10 +61,8 @@ def remarks(sources: Sequence[Source], text: Text, first: int | None, tokens: To
         first: How many of its tokens are; None for all.
         tokens: These, by the first model's tokenizer.
     """
-    said = []
-    for source, lineage in zip(sources, _of_lineages(sources), strict=True):
-        said.append([one for one in (lineage, _of_tokenizer(source, sources[0], text, first, tokens)) if one])
-    return said
+    of_tokenizers = (_of_tokenizer(source, sources[0], text, first, tokens) for source in sources)
+    return [list(filter(None, found)) for found in zip(_of_lineages(sources), of_tokenizers, strict=True)]
 
 
 def _of_lineages(sources: Sequence[Source]) -> list[str]:
