@@ -21,7 +21,7 @@ from eval.inputs.sealed import Shelf
 from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
-FIRST_TOKENS = 1 / 40  # of the text's weight: that of all first tokens, in layers that are fitted to them
+FIRST_TOKENS = 1 / 40  # the weight of all first tokens, as a share of the text's, in layers that are fitted to them
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = "attended_"  # what the tensors of `Attended` have before their names, on the shelf

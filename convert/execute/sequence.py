@@ -29,7 +29,7 @@ from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
 
 _ENDS, _BETWEEN = 384, 256  # tokens of the vocabulary
-_FAR = 0.03  # of a first token's energy: what most may lack before they are fitted, which costs the fit of the text
+_FAR = 0.03  # of a first token's energy: a layer that lacks more of most is fitted to them, at some cost to the text
 
 # The source's residual stream behind the attention, what the result's heads read, and what should come out of that.
 _See = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -133,7 +133,7 @@ class _Both:
             count = FIRST_TOKENS * text.teacher.text.rows.numel() / first.teacher.text.rows.numel()
 
             def see(stream: torch.Tensor, read: torch.Tensor, target: torch.Tensor) -> None:
-                # Those that are sinks already count less: much is missing in them, and matters little.
+                # Tokens that are sinks already count less: much is missing in them, and matters little.
                 fit.see(read, target, count * (usual / stream.norm(dim=-1)).square().clamp_max(1))
 
             self._run(first, layer, after, see)

@@ -93,8 +93,8 @@ def test_a_layer_that_adds_nothing_still_adds_nothing(
 def test_first_tokens_of_texts_are_fitted_where_much_of_them_is_missing(
     command: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero = "model.embed_tokens.weight"  # of padding: a token that is nothing says nothing of others
-    source = damage(checkpoint(num_key_value_heads=8, num_hidden_layers=2), lambda tensors: tensors[zero][0].zero_())
+    name = "model.embed_tokens.weight"  # that of padding may be zero, and says nothing of other tokens
+    source = damage(checkpoint(num_key_value_heads=8, num_hidden_layers=2), lambda tensors: tensors[name][0].zero_())
     ids = sequence.first_tokens(read(source / "config.json")["vocab_size"]).rows
     for module in (sequence, survey):
         monkeypatch.setattr(module, "FIRST_TOKENS", 10)
@@ -102,13 +102,14 @@ def test_first_tokens_of_texts_are_fitted_where_much_of_them_is_missing(
         monkeypatch.setattr(sequence, "_FAR", far)
         ok(convert(command, source, tmp_path / f"{far}", *SIZES[command], *on))
     assert nats_between(tmp_path / "1e-06", source, ids) < 0.9 * nats_between(tmp_path / "1", source, ids)
+    plain, found = weights(tmp_path / "1"), weights(tmp_path / "1e-06")
+    changed = [name for name in plain if "layers.0.self_attn" in name and not torch.equal(plain[name], found[name])]
+    assert len(changed) > 1, "not outputs alone"
 
 
 def test_first_tokens_are_both_ends_of_a_vocabulary_and_some_between() -> None:
-    ids = sequence.first_tokens(151_936).rows
-    assert ids.shape == (1022, 1)
-    assert ids[:384].flatten().tolist() == [*range(384)]
-    assert ids[-384:].flatten().tolist() == [*range(151_552, 151_936)]
+    ids = sequence.first_tokens(151_936).rows.flatten().tolist()
+    assert (len(ids), ids[:384], ids[-384:]) == (1022, [*range(384)], [*range(151_552, 151_936)])
     assert sequence.first_tokens(5).rows.flatten().tolist() == [0, 1, 2, 3, 4]
 
 
