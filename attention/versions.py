@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 from transformers import LlamaForCausalLM
 
 # The argument by which models take their cache, and the field of their outputs that has it: `past_key_values` up to 5.23.
@@ -20,9 +21,9 @@ def keep_caps(model: Any) -> Any:
     return model
 
 
-def logits_kept(model: Any, tokens: int) -> dict[str, Any]:
-    """Return the argument that asks a model for the logits of its last tokens alone, where its class has it.
+def logits_kept(model: Any, tokens: int | torch.Tensor) -> dict[str, Any]:
+    """Return the argument that asks a model for the logits of its last tokens alone, or of those at indices `[n]`.
 
-    The logits of a long text can be larger than the model. Some classes make those of all tokens.
+    The logits of a long text can be larger than the model. Some classes have no such argument, and make those of all tokens.
     """
     return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

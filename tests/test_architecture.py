@@ -193,7 +193,7 @@ def test_nobody_shadows_the_builtin_eval() -> None:
 
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
-MOST_LINES = {"product": 26_470, "tests": 23_700}
+MOST_LINES = {"product": 26_465, "tests": 23_695}
 MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 20
 STAYS, RETURNS, DEPTH = 45, 10, 25  # as scripts/follow.py counts them
 

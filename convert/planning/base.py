@@ -223,17 +223,16 @@ class Plan(Request):
     def steps(self) -> list[str]:
         """The names of what happens to each layer, in order, and then to the whole result."""
         target, text, family = self.target, self.calibration, self.family
-        refit = text is not None and text.refit
-        normed = family.traits.qk_norm is not None and not self.reads_projections
+        refit, latent = text is not None and text.refit, target.spec.kv_lora_rank is not None
         taken = {
             target.method.name: True,
             "constant norm": target.host.portable,
             "balance": target.rounding is not None,
             "refit": refit,
             "queries behind a norm": target.spec.q_lora_rank is not None,
-            "scale": target.spec.kv_lora_rank is not None,
+            "scale": latent,
             "fit to outputs": refit,
-            "sharpen": refit and any(map(family.rotary, target.spec.changed)) and not normed and not self.unmodelled,
+            "sharpen": refit and latent and any(map(family.rotary, target.spec.changed)) and not self.unmodelled,
             "cast": self.output.dtype not in (None, self.source.dtype),
             "heal": bool(text and text.heal),
         }

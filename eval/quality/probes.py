@@ -286,10 +286,11 @@ def _read(model: Any, ids: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Te
     for part in torch.arange(len(ids) - 1).split(_CHUNK):
         asked = part[scored[part + 1]]
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        last = int(part[-1] - asked[0]) + 1 if len(asked) else 1  # tokens from the first that is scored on
-        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **logits_kept(model, last))
+        indices = asked - part[0]
+        wanted = logits_kept(model, indices if len(asked) else 1)
+        output = model(input_ids=ids[None, part].to(device), use_cache=True, **held, **wanted)
         cache, logits, targets = output[CACHE], output.logits[0], ids[asked + 1]
-        logits = finite(logits[asked - part[-1] - 1 + len(logits)], model).float()
+        logits = finite(logits if len(logits) == len(asked) else logits[indices], model).float()
         nats[asked + 1] = cross_entropy(logits, targets.to(logits.device), reduction="none").double().cpu()
         likeliest[asked + 1] = logits.argmax(-1).cpu() == targets
     return nats, likeliest

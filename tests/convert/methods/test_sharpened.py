@@ -6,12 +6,11 @@ import pytest
 import torch
 from records import factored, factored_behind_norms, inputs, measured, measured_behind, random, record
 
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import FactoredAttention, Record
 from convert.methods.sharpened import sharpened
 
 LOST = 0.02
-CASES: dict[str, Record] = {
-    "heads": record(nope=2),
+CASES: dict[str, FactoredAttention] = {
     "latent": factored(),
     "latent of queries": replace(factored(width=20), q_down=(torch.arange(20) / 4).diag()),
     "behind norms": factored_behind_norms(),
@@ -20,8 +19,8 @@ CASES: dict[str, Record] = {
 
 def rotary_queries(a: Record, read: torch.Tensor) -> torch.Tensor:
     """`[H, T, P]` before RoPE and biases, of what queries read."""
-    rows = a.q_rope if isinstance(a, FactoredAttention) else a.q[:, : a.rotary.dims if a.rotary else 0]
-    return read @ rows.double().mT
+    assert isinstance(a, FactoredAttention)
+    return read @ a.q_rope.double().mT
 
 
 @pytest.mark.parametrize(("lost", "gain"), [(LOST, 0.04), (0.5, 0.06)])
@@ -31,7 +30,7 @@ def test_rotary_queries_move_away_from_their_mean(case: str, lost: float, gain: 
     seen, read = measured(x), x.flatten(0, 1).double()
     if a.projections:
         seen, read = measured_behind(a.projections, x), a.projections(x)[0].transpose(0, 1).flatten(1, 2).double()
-    elif isinstance(a, FactoredAttention) and a.q_down is not None:
+    elif a.q_down is not None:
         read = read @ a.q_down.double().T
     found = sharpened(a, lost, seen)
     before, after = rotary_queries(a, read), rotary_queries(found, read)
@@ -39,15 +38,9 @@ def test_rotary_queries_move_away_from_their_mean(case: str, lost: float, gain: 
     assert float((around * change).sum() / around.square().sum()) == pytest.approx(gain, rel=0.05)
     assert float(change.norm()) <= 1.1 * gain * float(around.norm())  # the mean is a dozen times as large
     changed = {field.name for field in fields(a) if getattr(found, field.name) is not getattr(a, field.name)}
-    assert changed == {"q_rope" if isinstance(a, FactoredAttention) else "q"}
-    if isinstance(a, Attention) and isinstance(found, Attention):
-        assert torch.equal(found.q[:, 6:], a.q[:, 6:])  # dims that do not rotate
+    assert changed == {"q_rope"}
 
 
-@pytest.mark.parametrize(
-    ("a", "lost"),
-    [(record(nope=2, norm="head"), LOST), (record(pairs=0, nope=4), LOST), (record(), 1e-7)],
-    ids=["a norm", "no positions", "lossless"],
-)
-def test_queries_stay_where_they_cannot_move_or_nothing_is_lost(a: Attention, lost: float) -> None:
+@pytest.mark.parametrize(("a", "lost"), [(record(), LOST), (factored(), 1e-7)], ids=["heads", "lossless"])
+def test_queries_of_heads_and_of_what_is_lossless_stay(a: Record, lost: float) -> None:
     assert sharpened(a, lost, measured(inputs(20))) is a

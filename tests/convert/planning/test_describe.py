@@ -268,7 +268,7 @@ def test_layers_stay_only_where_others_change(source: Sources, output: Output) -
 def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Output) -> None:
     made, text = source(), CalibrationOptions(texts_of("some.txt", None), 256, 32)
     ways: list[tuple[int, str | None, CalibrationOptions, str | None]] = [
-        (2, None, text, "steps: aligned → refit → fit to outputs → sharpen"),
+        (2, None, text, "steps: aligned → refit → fit to outputs"),
         (2, None, replace(text, refit=False), None),
         (2, "float16", CalibrationOptions(), "steps: aligned → cast to float16"),
         (2, "float32", CalibrationOptions(), None),  # its weights are float32 already
