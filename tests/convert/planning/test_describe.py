@@ -280,6 +280,8 @@ def test_a_plan_shows_the_steps_beyond_the_method(source: Sources, output: Outpu
             [line] if line else []
         )
         assert plan.as_dict()["steps"][:1] == ([] if groups == 4 else ["aligned"])
+    latent = factored(made, output, "weighted", text, kv_lora_rank=12, qk_rope_head_dim=8)
+    assert latent.steps == ["weighted", "refit", "scale", "fit to outputs", "sharpen"]
 
 
 def test_a_planned_latent_has_the_parameters_that_are_written(shelf: Make, convert: Convert, tmp_path: Path) -> None:
