@@ -48,7 +48,8 @@ def speed(plan: HealPlan, rounds: int) -> None:
     with distillation_of(plan) as (module, what), tempfile.TemporaryDirectory() as unused:
         other, teacher = copy.deepcopy(module.student), module.teacher
         trainer = HealingTrainer(plan, text, module, what, Path(unused))
-        optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)
+        pairs = zip(module.student.parameters(), other.parameters(), strict=True)
+        optimiser = torch.optim.AdamW([{"params": [p], "lr": 1e-5 * what.scales[q]} for q, p in pairs if p.requires_grad])
         order = text.order((rounds + 1) * plan.batch, plan.seed).split(plan.batch)
         seconds, plain_seconds, losses, began = list[float](), list[float](), list[float](), time.perf_counter()
 

@@ -81,7 +81,7 @@ class PlannedHealing:
 
     def _lines(self) -> list[str]:
         plan, passes, o = self.plan, self.passes, self.plan.options
-        rate = "learning rate by the width and the loss: the steps are too few to try others"
+        rate = "learning rate by the loss: the steps are too few to try others"
         if o.lr:
             rate = f"learning rate {o.lr:g}"
         elif plan.trial_steps:

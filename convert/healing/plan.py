@@ -28,17 +28,15 @@ from eval.quality.origin import stated_cache
 
 _TOKENS = 20_000_000  # to train on
 PARTS = ("attention", "all", "lora")
-_LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
+_LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; shorter blocks give few tokens more steps
 _AT_ONCE = 4096  # tokens of a forward pass
-_RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has no other ones around it
+_MOST_RATES = 6  # that are tried, while the best has no other ones around it
 RATIO = 3  # of a rate to the one below
-_TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
-_TRIALS = 0.2  # share of all steps that trials may take together
-# Where the search for a rate begins, for a width of 2048 (docs/notes/fits.md); the rate follows 1 / width.
-_START, _LOW_START = 9e-5, 1e-5  # of students that lose more than `_LOSING` nats, and of others
-_LOSING, _WIDTH = 0.2, 2048
+_TRIAL, _TRIALS, _LEAST_TRIAL = 0.02, 0.25, 10  # shares of all steps that a rate, and all together, are tried for; steps
+# Rates to try first (docs/notes/fits.md). Where steps are too few, students that lose more take the last, others the first.
+_START, _LOSING = (3e-6, 1e-5, 3e-5), 0.2
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
 _KEPT = 9  # fp32 numbers on disk for each: it and its moments in the last checkpoint, in the best, and in the one being written
@@ -144,7 +142,7 @@ class HealPlan:
     def trial_steps(self) -> int:
         """Steps that each learning rate is tried for; none if the rate is given, or if steps are too few to try any."""
         wanted = max(_LEAST_TRIAL, round(_TRIAL * self.steps))
-        return wanted if self.options.lr is None and _RATES * wanted <= _TRIALS * self.steps else 0
+        return wanted if self.options.lr is None and len(_START) * wanted <= _TRIALS * self.steps else 0
 
     @property
     def most_rates(self) -> int:
@@ -155,8 +153,8 @@ class HealPlan:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
             return [self.options.lr]
-        middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.lora_rank is None else _LORA_RATE)
-        return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
+        rates = [rate * (1 if self.lora_rank is None else _LORA_RATE) for rate in _START]
+        return rates if self.trial_steps else [rates[-1] if loss > _LOSING else rates[0]]
 
     def memory(self, parts: int = 1) -> dict[str, int]:
         """Bytes of what each of `parts` processes holds all the time; what autograd keeps of a forward pass comes on top."""
@@ -199,11 +197,6 @@ class HealPlan:
         models = {"converted": location_of(self.converted), "teacher": location_of(self.teacher)}
         given = {name: value for name, value in numbers.items() if value is not None}
         return models | as_options(o.texts, absolute=True) | given
-
-
-def start_rate(loss: float, width: int) -> float:
-    """The first learning rate for a student of this width that loses `loss` nats per token over its teacher."""
-    return (_START if loss > _LOSING else _LOW_START) * _WIDTH / width
 
 
 def plan_heal(

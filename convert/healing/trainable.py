@@ -17,6 +17,7 @@ from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name
 _ALPHA = 2  # times the rank: the factor of the product, as is common
+_USUAL = 0.02  # the root mean square of weights that learning rates are for, as transformers draws them
 
 
 class Trainable:
@@ -33,6 +34,8 @@ class Trainable:
 
     Attributes:
         fixed: For what trains and has values that must stay: true where they must.
+        scales: By parameter that trains: what the learning rate is multiplied by. Steps of matrices that are larger than usual
+            are in proportion to their root mean square, those of B to that of W.
     """
 
     def __init__(self, student: Any, names: Iterable[str], rank: int | None = None, seed: int = 0) -> None:
@@ -47,6 +50,9 @@ class Trainable:
             of_b = ((self._thin(module)[1], stay.get(name)) for module, name in zip(self._modules, matrices, strict=True))
             self.fixed |= {b: rows.all(-1, keepdim=True).expand(-1, rank) for b, rows in of_b if rows is not None}
         trains = {*self._outside, *(name for module in self._modules for name in self._thin(module))}
+        larger = {self._thin(module)[1]: self._inside(f"{module}.weight") for module in self._modules}
+        pairs = ((student.get_parameter(name), student.get_parameter(larger.get(name, name)).detach()) for name in trains)
+        self.scales = {p: max(1.0, float(size.square().mean().sqrt()) / _USUAL) if p.ndim > 1 else 1.0 for p, size in pairs}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in trains)
 

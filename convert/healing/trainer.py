@@ -69,6 +69,11 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self._done: Callable[[int], object] = lambda tokens: None
         self.remove_callback(PrinterCallback)
         optimizer = self.create_optimizer()
+        optimizer.param_groups[:] = [
+            {**group, "params": [weight], "scale": what.scales[weight]}
+            for group in optimizer.param_groups
+            for weight in group["params"]
+        ]
         optimizer.register_step_pre_hook(lambda *_: self._clip())
         optimizer.register_step_post_hook(lambda *_: self._done(self.plan.batch * self.plan.context))
         self.model_wrapped, self.optimizer = self.accelerator.prepare(distillation, optimizer)
@@ -132,7 +137,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         """Linear warm-up, then half a cosine down to zero; a resumed run goes on in it."""
         begun = self.state.global_step
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = self.args.learning_rate
+            group["lr"] = group["initial_lr"] = self.args.learning_rate * group["scale"]
         self.lr_scheduler = LambdaLR(self.optimizer, lambda step: share(begun + step, num_training_steps))
         return self.lr_scheduler
 

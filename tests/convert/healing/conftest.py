@@ -60,7 +60,7 @@ def converted(results: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def sizes() -> dict[str, Any]:
     """Ten steps of four blocks, with a point of the curve after every second one."""
-    return {"tokens": 640, "context": 16, "batch_tokens": 64, "eval_every": 128, "lr": 3e-3, "device": "cpu"}
+    return {"tokens": 640, "context": 16, "batch_tokens": 64, "eval_every": 128, "lr": 2e-4, "device": "cpu"}
 
 
 @pytest.fixture(scope="session")

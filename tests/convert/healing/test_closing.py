@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"method": "mean", "calibration_tokens": 1024, "calibrat
 def fast() -> Iterator[None]:
     """A rate at which tiny random models learn within a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convert.healing.plan.start_rate", lambda loss, width: 3e-3)
+        patch.setattr("convert.healing.plan._START", (2e-4, 2e-4, 2e-4))
         yield
 
 

@@ -18,7 +18,6 @@ from attention.errors import Failure, Interrupted, Refusal
 from attention.models import AUTO_MAP, CODE
 from convert import Healing, heal
 from convert.healing import run
-from convert.healing.plan import start_rate
 from convert.healing.texts import TrainingTexts
 from convert.healing.trainer import HealingTrainer, share
 from convert.healing.weights import write_beside
@@ -150,13 +149,13 @@ def test_other_code_beside_the_weights_is_said(
 
 
 def test_what_a_single_step_gains_is_kept(results: Results, text: Path, tmp_path: Path) -> None:
-    """Of a latent in kvfold's class, from GPT-2's transposed matrices; the rate follows from the width and the loss."""
+    """Of a latent in kvfold's class, from GPT-2's transposed matrices; the rate follows from the loss."""
     path = results("gpt2 mla")
     done = heal(path, tmp_path / "out", text=text, tokens=10, context=16, device="cpu")
     start, end = done.curve
     course = done.provenance["healing"]
     assert (end["tokens"], course["rates_tried"]) == (16, {}), "a whole block, and no trials"
-    assert course["rate"] == start_rate(start["loss_nats"], 64)
+    assert course["rate"] == (3e-5 if start["loss_nats"] > 0.2 else 3e-6)
     assert course["after"]["kl"] == pytest.approx(end["kl"])
     assert end["kl"] < start["kl"]
     for name in ("config.json", *(file.name for file in path.glob("*.py"))):
@@ -181,7 +180,7 @@ def test_shards_tied_heads_constants_and_padding_stay_as_they_are(
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "conversion.json"):
         shutil.copyfile(results("padded") / file, path / file)
-    heal(path, tmp_path / "out", text=text, train="all", **(sizes | {"lr": 3e-4}))
+    heal(path, tmp_path / "out", text=text, train="all", **(sizes | {"lr": 2e-5}))
     for file in halves:
         assert load_file(tmp_path / "out" / file).keys() == load_file(path / file).keys()
     index = "model.safetensors.index.json"
@@ -194,7 +193,7 @@ def test_shards_tied_heads_constants_and_padding_stay_as_they_are(
 
 def test_lora_comes_closer_and_keeps_constants_and_padding(results: Results, text: Path, sizes: Sizes, tmp_path: Path) -> None:
     path = results("padded")
-    done = heal(path, tmp_path / "out", text=text, train="lora", **(sizes | {"lr": 5e-4}))
+    done = heal(path, tmp_path / "out", text=text, train="lora", **(sizes | {"lr": 5e-5, "tokens": 1280}))
     course = done.provenance["healing"]
     assert course["after"]["kl"] < 0.9 * course["before"]["kl"]
     assert done.provenance["recipe"]["heal"]["lora_rank"] == 16
@@ -257,7 +256,7 @@ def test_figures_are_of_the_weights_that_are_written(results: Results, text: Pat
 
 def test_training_goes_through_the_rounding_of_the_cache(results: Results, text: Path, sizes: Sizes, tmp_path: Path) -> None:
     """By default for the format that the conversion was made for; over such a cache, the result is closer to its source."""
-    done = heal(results("int2"), tmp_path / "out", text=text, **(sizes | {"lr": 1e-3}))
+    done = heal(results("int2"), tmp_path / "out", text=text, **(sizes | {"lr": 7e-5}))
     assert done.provenance["kv_bytes_per_token"] == {"before": 768, "after": 54, "cache_dtype": "int2"}
     assert "through its rounding" in (tmp_path / "out" / "README.md").read_text()
     paths = [done.plan.teacher.reference, results("int2"), tmp_path / "out"]

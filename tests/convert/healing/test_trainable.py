@@ -152,11 +152,14 @@ def test_its_products_are_written_into_the_matrices(kind: str, results: Results)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits, rtol=0, atol=1e-6)
 
 
-def test_every_matrix_of_attention_has_a_gradient(results: Results) -> None:
-    model, _, names = adapted(results("mla"))
+def test_every_matrix_of_attention_has_a_gradient_and_steps_of_its_size(results: Results) -> None:
+    model, what, names = adapted(results("mla"))
     model(IDS, use_cache=False).logits.square().sum().backward()
     of_b = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert len(of_b) == sum(
         parameter.ndim == 2 for name, parameter in loaded(results("mla")).named_parameters() if name in names
     )
     assert all(grad is not None and bool(grad.any()) for grad in of_b.values())
+    for name in of_b:
+        size = model.get_parameter(f"{name.partition('.lora_')[0]}.base_layer.weight").square().mean().sqrt()
+        assert what.scales[model.get_parameter(name)] == pytest.approx(max(1, float(size) / 0.02))

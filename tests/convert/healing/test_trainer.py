@@ -40,16 +40,17 @@ def ignored(tokens: int) -> None: ...
 def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens(tmp_path: Path) -> None:
     config = tiny_config("llama")
     student, other, teacher = tiny_model(config, 1), tiny_model(config, 1), tiny_model(config, 2)
+    for model in (student, other):  # smaller than usual, as others are larger
+        model.model.layers[1].self_attn.q_proj.weight.detach().mul_(0.01)
     stepping = trainer(student, teacher, tmp_path)
     weights = {name: p for name, p in other.named_parameters() if "self_attn" in name or "input_layernorm" in name}
     other.requires_grad_(False)
     for parameter in weights.values():
         parameter.requires_grad_(True)
-    groups = [
-        {"params": [p for p in weights.values() if (p.ndim > 1) == matrix], "weight_decay": 0.01 * matrix}
-        for matrix in (True, False)
-    ]
-    optimiser = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    scales = {p: max(1, float(p.detach().square().mean().sqrt()) / 0.02) for p in weights.values() if p.ndim > 1}
+    groups = [{"params": [p], "lr": 1e-3 * scale, "weight_decay": 0.01} for p, scale in scales.items()]
+    groups += [{"params": [p], "lr": 1e-3, "weight_decay": 0} for p in weights.values() if p.ndim == 1]
+    optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     ids = text().blocks[text().order(4, 0)]
     expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     logits = other(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
@@ -57,7 +58,7 @@ def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens(tmp_path: Path) -> Non
     loss.backward()
     torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
     optimiser.step()
-    stepping.run(1, 1e-2, ignored)
+    stepping.run(1, 1e-3, ignored)
     assert stepping.state.log_history[-1]["train_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, weight in stepping.weights().items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -77,7 +78,7 @@ def test_parts_of_a_step_and_layers_computed_again_give_what_the_whole_step_give
     whole, parts, again = llamas(tmp_path, 4), llamas(tmp_path, 1), llamas(tmp_path, 4)
     compute_layers_again(again.model.student)
     for stepping in (whole, parts, again):
-        stepping.run(2, 1e-3, ignored)
+        stepping.run(2, 1e-4, ignored)
     assert_alike(parts, whole, 1e-5)
     assert_alike(again, whole, 1e-5)
 
