@@ -48,8 +48,9 @@ def speed(plan: HealPlan, rounds: int) -> None:
     with distillation_of(plan) as (module, what), tempfile.TemporaryDirectory() as unused:
         other, teacher = copy.deepcopy(module.student), module.teacher
         trainer = HealingTrainer(plan, text, module, what, Path(unused))
-        pairs = zip(module.student.parameters(), other.parameters(), strict=True)
-        optimiser = torch.optim.AdamW([{"params": [p], "lr": 1e-5 * what.scales[q]} for q, p in pairs if p.requires_grad])
+        trains = {name: p for name, p in other.named_parameters() if p.requires_grad}
+        scales = {name: what.scales[name] if p.ndim > 1 else 1 for name, p in trains.items()}
+        optimiser = torch.optim.AdamW([{"params": [p], "lr": 1e-5 * scales[name]} for name, p in trains.items()])
         order = text.order((rounds + 1) * plan.batch, plan.seed).split(plan.batch)
         seconds, plain_seconds, losses, began = list[float](), list[float](), list[float](), time.perf_counter()
 

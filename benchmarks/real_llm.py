@@ -12,7 +12,8 @@ its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares of its cache by `weighted`,
 at the first of them by `pca`, too; at --encoded, `weighted` makes results for a cache of few bits (`--cache-dtype auto`). With
---defaults, the commands `convert gqa --groups 1` and `convert mla --kv-budget 50%` make two more, without a text and healed.
+--defaults, the commands `convert gqa --groups 1` and `convert mla --kv-budget 50%` make two more: the source writes their text,
+and they are healed.
 With --portable, `weighted` also writes portable results, and with --heal the plain results of `aligned` and `weighted` are
 also trained for so many tokens.
 
@@ -23,6 +24,7 @@ Results and reports that exist in DIR stay: after an interruption, the same comm
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -54,6 +56,7 @@ FORMATS = ["int8", "int4", "int3", "int2", *ENGINES]  # of the source's cache
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
+OWN = 65536  # tokens that the default commands calibrate on and heal with
 PROBES = 50_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
 AT_ONCE = 4  # results that are evaluated beside their source, whose figures they share
@@ -126,8 +129,9 @@ class Part:
     formats: list[str]
 
     def report(self, model: str, directory: Path, held_out: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        """The report of this part: one that exists stays."""
-        output = directory / "reports" / self.name
+        """The report of this part: one of the same models, formats and text stays."""
+        asked = repr((CONTEXTS, [path.name for path in self.paths], self.formats, held_out, max_tokens))
+        output = directory / "reports" / f"{self.name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
         if not (output / "report.json").exists():
             evaluate([model, *self.paths], **held_out, context=CONTEXTS, max_tokens=max_tokens,
                      cache_dtype=self.formats, output=output)  # fmt: skip
@@ -159,7 +163,7 @@ def joint(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(models: list[dict[str, Any]], source: str) -> str:
-    """Two tables: losses, and what is lost by position and over distance."""
+    """Two tables: losses over the source's, and by position and over distance; there the source's row has its own losses."""
     (whole,) = (model["kv_bytes_per_token"] for model in models if model["name"] == source)
     losses = ["| of the source's cache | model | nats at 512 | at 2,048 | KL |", "| --: | --- | --: | --: | --: |"]
     asked = [("text", at) for at in RANGES] + [("copy", at) for at in DISTANCES]
@@ -245,10 +249,11 @@ def main(arguments: list[str] | None = None) -> None:
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
-    encoded = sum(step.name.endswith("-encoded") for step in wanted)
-    rows = len(wanted) * (1 + 1 / AT_ONCE) + ENCODED * (2 * encoded + len(given.formats))
+    tokens += 2 * given.defaults * OWN * (PASSES + HEALING)
+    encoded, plain = (sum(step.name.endswith(end) for step in wanted) for end in ("-encoded", PLAIN))
+    rows = (len(wanted) + (plain if given.heal else 0)) * (1 + 1 / AT_ONCE) + ENCODED * (2 * encoded + len(given.formats))
     tokens += round(rows * (len(CONTEXTS) * given.max_tokens + PROBES))
-    tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
+    tokens += (given.heal or 0) * HEALING * plain
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and their evaluation: about {minutes} minutes", flush=True)
     paths = converted(model, given.directory, wanted)

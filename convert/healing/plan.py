@@ -32,10 +32,10 @@ _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights thems
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; shorter blocks give few tokens more steps
 _AT_ONCE = 4096  # tokens of a forward pass
-_MOST_RATES = 6  # that are tried, while the best has no other ones around it
+_LEAST_TRIAL, _MOST_RATES = 10, 6  # steps of a rate; rates that are tried, while the best has no other ones around it
 RATIO = 3  # of a rate to the one below
-_TRIAL, _TRIALS, _LEAST_TRIAL = 0.02, 0.25, 10  # shares of all steps that a rate, and all together, are tried for; steps
-# Rates to try first (docs/notes/fits.md). Where steps are too few, students that lose more take the last, others the first.
+_TRIAL, _TRIALS = 0.02, 0.25  # shares of all steps that a rate is tried for, and all rates together
+# Rates to try first (docs/notes/fits.md); with fewer steps, the last of a student that loses more nats, else the first.
 _START, _LOSING = (3e-6, 1e-5, 3e-5), 0.2
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken

@@ -17,7 +17,7 @@ from convert.healing.team import whole
 
 _ADAPTER = "default"  # peft's name
 _ALPHA = 2  # times the rank: the factor of the product, as is common
-_USUAL = 0.02  # the root mean square of weights that learning rates are for, as transformers draws them
+_USUAL = 0.02  # the root mean square of matrices that learning rates are for, as transformers draws them
 
 
 class Trainable:
@@ -34,8 +34,7 @@ class Trainable:
 
     Attributes:
         fixed: For what trains and has values that must stay: true where they must.
-        scales: By parameter that trains: what the learning rate is multiplied by. Steps of matrices that are larger than usual
-            are in proportion to their root mean square, those of B to that of W.
+        scales: By name: the size of a matrix that trains, or for B that of W, as a multiple of `_USUAL`; at least 1.
     """
 
     def __init__(self, student: Any, names: Iterable[str], rank: int | None = None, seed: int = 0) -> None:
@@ -51,8 +50,8 @@ class Trainable:
             self.fixed |= {b: rows.all(-1, keepdim=True).expand(-1, rank) for b, rows in of_b if rows is not None}
         trains = {*self._outside, *(name for module in self._modules for name in self._thin(module))}
         larger = {self._thin(module)[1]: self._inside(f"{module}.weight") for module in self._modules}
-        pairs = ((student.get_parameter(name), student.get_parameter(larger.get(name, name)).detach()) for name in trains)
-        self.scales = {p: max(1.0, float(size.square().mean().sqrt()) / _USUAL) if p.ndim > 1 else 1.0 for p, size in pairs}
+        sizes = {name: student.get_parameter(larger.get(name, name)).detach().square().mean().sqrt() for name in trains}
+        self.scales = {name: max(1.0, float(size) / _USUAL) for name, size in sizes.items()}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in trains)
 

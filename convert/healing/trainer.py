@@ -69,8 +69,9 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         self._done: Callable[[int], object] = lambda tokens: None
         self.remove_callback(PrinterCallback)
         optimizer = self.create_optimizer()
-        optimizer.param_groups[:] = [
-            {**group, "params": [weight], "scale": what.scales[weight]}
+        names = {weight: name for name, weight in distillation.student.named_parameters()}
+        optimizer.param_groups[:] = [  # norms and biases, which do not decay, take the rate as it is
+            {**group, "params": [weight], "scale": what.scales[names[weight]] if group["weight_decay"] else 1.0}
             for group in optimizer.param_groups
             for weight in group["params"]
         ]
@@ -140,6 +141,10 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
             group["lr"] = group["initial_lr"] = self.args.learning_rate * group["scale"]
         self.lr_scheduler = LambdaLR(self.optimizer, lambda step: share(begun + step, num_training_steps))
         return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        """The rate that trackers are told, without the scale of any weight."""
+        return float(super()._get_learning_rate() / self.optimizer.param_groups[0]["scale"])
 
     def _clip(self) -> None:
         """Clip the gradients of all processes together, without those of values that must stay.

@@ -289,6 +289,7 @@ def test_a_tracker_gets_the_curve(
     done = heal(converted, tmp_path / "out", text=text, track="wandb", **sizes)
     points = [(step, logs["eval_kl"]) for step, logs in found if "eval_kl" in logs]
     assert points == [(point["step"], point["kl"]) for point in done.curve[1:]]
+    assert max(logs.get("learning_rate", 0) for _, logs in found) == pytest.approx(sizes["lr"], rel=0.1)
     assert sum("loss" in logs for _, logs in found) == 10
 
 

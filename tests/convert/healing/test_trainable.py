@@ -162,4 +162,4 @@ def test_every_matrix_of_attention_has_a_gradient_and_steps_of_its_size(results:
     assert all(grad is not None and bool(grad.any()) for grad in of_b.values())
     for name in of_b:
         size = model.get_parameter(f"{name.partition('.lora_')[0]}.base_layer.weight").square().mean().sqrt()
-        assert what.scales[model.get_parameter(name)] == pytest.approx(max(1, float(size) / 0.02))
+        assert what.scales[name] == pytest.approx(max(1, float(size) / 0.02))
