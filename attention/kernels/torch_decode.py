@@ -116,8 +116,7 @@ def _attend(
     scaled = [query.to(wide) * scaling for query in queries]
     top = torch.full((batch, groups, rows, 1), -torch.inf, dtype=wide, device=values.device)
     weight, total = torch.zeros_like(top), torch.zeros((batch, groups, rows, dims), dtype=wide, device=values.device)
-    of_token = batch * groups * max(dims, *(key.shape[3] for key in keys))
-    block = max(_FEWEST, _VALUES.get(values.device.type, _MANY) // of_token)
+    block = _tokens(batch * groups * max(dims, *(key.shape[3] for key in keys)), values.device)
     for start in range(0, cached, block):
         end = min(start + block, cached)
         read = values.cached.block(start, end, wide)
@@ -142,3 +141,8 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill(~mask, -torch.inf)
     least = torch.finfo(scores.dtype).min
     return (scores + mask.to(scores.dtype).clamp(min=least)).masked_fill(mask == -torch.inf, -torch.inf)
+
+
+def _tokens(values: int, device: torch.device) -> int:
+    """Tokens of a block, for so many values of one token."""
+    return max(_FEWEST, _VALUES.get(device.type, _MANY) // values)

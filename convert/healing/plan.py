@@ -151,9 +151,8 @@ class HealPlan:
 
     def rates(self, loss: float) -> list[float]:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
-        if self.options.lr is not None:
-            return [self.options.lr]
-        rates = [rate * (1 if self.lora_rank is None else _LORA_RATE) for rate in _START]
+        start = [rate * (1 if self.lora_rank is None else _LORA_RATE) for rate in _START]
+        rates = start if self.options.lr is None else [self.options.lr]
         return rates if self.trial_steps else [rates[-1] if loss > _LOSING else rates[0]]
 
     def memory(self, parts: int = 1) -> dict[str, int]:
