@@ -19,10 +19,14 @@ from typing import Any
 import torch
 
 from convert import heal
+from convert.calibration.stream import positioned
 from convert.healing.loop import distillation_of
 from convert.healing.plan import HealPlan
+from convert.healing.team import computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.trainer import HealingTrainer
+
+RATE = 1e-9  # so small that both ways see the same weights, and their losses agree
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as work:
-        sizes: dict[str, Any] = {"context": args.context, "batch_tokens": args.batch_tokens, "lr": 1e-5, "device": "cpu"}
+        sizes: dict[str, Any] = {"context": args.context, "batch_tokens": args.batch_tokens, "lr": RATE, "device": "cpu"}
         sizes |= {"teacher": args.teacher, "text": args.text, "tokens": 4 * args.batch_tokens}
         plan = heal(args.converted, Path(work, "out"), dry_run=True, **sizes).plan
         speed(plan, args.rounds)
@@ -48,16 +52,16 @@ def speed(plan: HealPlan, rounds: int) -> None:
     with distillation_of(plan) as (module, what), tempfile.TemporaryDirectory() as unused:
         other, teacher = copy.deepcopy(module.student), module.teacher
         trainer = HealingTrainer(plan, text, module, what, Path(unused))
-        trains = {name: p for name, p in other.named_parameters() if p.requires_grad}
-        scales = {name: what.scales[name] if p.ndim > 1 else 1 for name, p in trains.items()}
-        optimiser = torch.optim.AdamW([{"params": [p], "lr": 1e-5 * scales[name]} for name, p in trains.items()])
+        optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=RATE)
         order = text.order((rounds + 1) * plan.batch, plan.seed).split(plan.batch)
         seconds, plain_seconds, losses, began = list[float](), list[float](), list[float](), time.perf_counter()
 
         def beside(tokens: int) -> None:
             nonlocal began
             middle = time.perf_counter()
-            losses.append(plain(other, teacher, text.blocks[order[len(losses)]]))
+            blocks = order[len(losses)]
+            with torch.autocast("cpu", torch.bfloat16, enabled=computes_in(plan) is torch.bfloat16):
+                losses.append(plain(other, teacher, text.blocks[blocks], text.positions[blocks]))
             optimiser.step()
             optimiser.zero_grad()
             ended = time.perf_counter()
@@ -65,7 +69,7 @@ def speed(plan: HealPlan, rounds: int) -> None:
             plain_seconds.append(ended - middle)
             began = ended
 
-        trainer.run(rounds + 1, 1e-5, beside)
+        trainer.run(rounds + 1, RATE, beside)
         found, expected_loss = trainer.state.log_history[-1]["train_loss"], statistics.mean(losses)
         assert abs(found - expected_loss) <= 1e-3 * abs(found) + 1e-6, f"the two losses differ: {found} and {expected_loss}"
         del seconds[0], plain_seconds[0]  # the first ones warm up
@@ -76,11 +80,12 @@ def speed(plan: HealPlan, rounds: int) -> None:
     print(f"heal is {ratio:.2f} × as fast (median of {rounds})")
 
 
-def plain(student: Any, teacher: Any, ids: torch.Tensor) -> float:
+def plain(student: Any, teacher: Any, ids: torch.Tensor, positions: torch.Tensor) -> float:
     """Backward of the mean KL, by the models' own logits; returns it."""
+    given = {"input_ids": ids, "use_cache": False} | positioned(positions)
     with torch.no_grad():
-        expected_logits = teacher(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    found = student(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        expected_logits = teacher(**given).logits[:, :-1].float().log_softmax(-1)
+    found = student(**given).logits[:, :-1].float().log_softmax(-1)
     loss = (expected_logits.exp() * (expected_logits - found)).sum(-1).mean()
     loss.backward()
     return float(loss.detach())

@@ -59,7 +59,7 @@ PASSES = 10  # over the calibration text, that a conversion takes as long as
 OWN = 65536  # tokens that the default commands calibrate on and heal with
 PROBES = 50_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
-AT_ONCE = 4  # results that are evaluated beside their source, whose figures they share
+AT_ONCE = 4  # results in one report: an interruption repeats no more
 RANGES = (0, 128, 256, 512, 1024, 2048, 4096)  # first positions
 DISTANCES = (128, 256, 512, 1024, 2048, 4096)
 

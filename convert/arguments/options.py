@@ -199,7 +199,7 @@ class Training(TypedDict, Generic[Dry], total=False):
     lr: Annotated[
         float | str,
         Option(
-            "The learning rate; matrices of a root mean square above 0.02 take more. auto tries some, from 120 steps on.",
+            "The learning rate; matrices with a root mean square above 0.02 take more. auto tries some, from 120 steps on.",
             default="auto",
             least=1e-12,
             most=1,

@@ -81,13 +81,13 @@ class PlannedHealing:
 
     def _lines(self) -> list[str]:
         plan, passes, o = self.plan, self.passes, self.plan.options
-        rate = f"chosen among three or more, each tried for {plan.trial_steps} steps"
-        rate = rate if plan.trial_steps else "by the loss: the steps are too few to try others"
+        tried = f"chosen among three or more, each tried for {plan.trial_steps} steps" if plan.trial_steps else ""
+        rate = f"{o.lr:g}" if o.lr else tried or "by the loss: the steps are too few to try others"
         again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
         return [
             f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: KL to the teacher",
             f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
-            f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; learning rate {f'{o.lr:g}' if o.lr else rate}",
+            f"trains {_TRAINS[o.train].format(rank=plan.lora_rank)}; learning rate {rate}",
         ]
 
 

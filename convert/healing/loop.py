@@ -18,7 +18,7 @@ from attention.encoded_forward import rounding_cache
 from attention.errors import Failure
 from attention.patch import pad_values
 from convert.healing.loss import Distillation
-from convert.healing.plan import RATIO, HealPlan
+from convert.healing.plan import HealPlan
 from convert.healing.team import computes_in, place, shards
 from convert.healing.texts import TrainingText
 from convert.healing.trainable import Trainable, compute_layers_again
@@ -33,7 +33,7 @@ from eval.terminal.progress import Progress, stage
 _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
-_ALIKE = 1.1  # times the smallest KL
+_RATIO, _ALIKE = 3, 1.1  # of a rate to the one below; times the smallest KL
 # In a checkpoint: what this process has written beside weights and optimizer, and the checksums of all.
 _BESIDE, _SEAL = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"), "sealed.json"
 
@@ -213,7 +213,7 @@ def _chosen(plan: HealPlan, trainer: HealingTrainer, start: Point, progress: Pro
             tried[rate] = math.inf
         trainer.restore(weights)
         if not rates and len(tried) < plan.most_rates:  # nothing more, where others lie around the best
-            beyond = {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}
+            beyond = {max(tried): max(tried) * _RATIO, min(tried): min(tried) / _RATIO}
             rates = [further for edge, further in beyond.items() if edge == _largest(tried)]
     best = _largest(tried)
     if best is None:

@@ -32,10 +32,10 @@ _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights thems
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _LEAST_BLOCK, _MOST_PER_STEP = 512, 65536  # tokens; shorter blocks give few tokens more steps
 _AT_ONCE = 4096  # tokens of a forward pass
-_LEAST_TRIAL, _MOST_RATES = 10, 6  # steps of a rate; rates that are tried, while the best has no other ones around it
-RATIO = 3  # of a rate to the one below
 _TRIAL, _TRIALS = 0.02, 0.25  # shares of all steps that a rate is tried for, and all rates together
-# Rates to try first (docs/notes/fits.md); with fewer steps, the last of a student that loses more nats, else the first.
+_LEAST_TRIAL = 10  # steps that a rate is tried for
+_MOST_RATES = 6  # that are tried, while the best has no other ones around it
+# Tried first (docs/notes/fits.md). With too few steps: the last where more than `_LOSING` nats are lost, else the first.
 _START, _LOSING = (3e-6, 1e-5, 3e-5), 0.2
 _FP32 = 4
 _PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
@@ -151,9 +151,9 @@ class HealPlan:
 
     def rates(self, loss: float) -> list[float]:
         """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
-        start = [rate * (1 if self.lora_rank is None else _LORA_RATE) for rate in _START]
-        rates = start if self.options.lr is None else [self.options.lr]
-        return rates if self.trial_steps else [rates[-1] if loss > _LOSING else rates[0]]
+        scale = 1 if self.lora_rank is None else _LORA_RATE
+        rates = _START if self.trial_steps else [_START[-1] if loss > _LOSING else _START[0]]
+        return [scale * rate for rate in rates] if self.options.lr is None else [self.options.lr]
 
     def memory(self, parts: int = 1) -> dict[str, int]:
         """Bytes of what each of `parts` processes holds all the time; what autograd keeps of a forward pass comes on top."""

@@ -34,7 +34,7 @@ class Trainable:
 
     Attributes:
         fixed: For what trains and has values that must stay: true where they must.
-        scales: By name: the size of a matrix that trains, or for B that of W, as a multiple of `_USUAL`; at least 1.
+        scales: For what trains: its root mean square, or for B that of W, as a multiple of `_USUAL`; at least 1.
     """
 
     def __init__(self, student: Any, names: Iterable[str], rank: int | None = None, seed: int = 0) -> None:

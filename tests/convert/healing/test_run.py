@@ -155,7 +155,7 @@ def test_what_a_single_step_gains_is_kept(results: Results, text: Path, tmp_path
     start, end = done.curve
     course = done.provenance["healing"]
     assert (end["tokens"], course["rates_tried"]) == (16, {}), "a whole block, and no trials"
-    assert course["rate"] == (3e-5 if start["loss_nats"] > 0.2 else 3e-6)
+    assert course["rate"] == 3e-6
     assert course["after"]["kl"] == pytest.approx(end["kl"])
     assert end["kl"] < start["kl"]
     for name in ("config.json", *(file.name for file in path.glob("*.py"))):
