@@ -74,7 +74,7 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
         work.kept = True  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
             tokens = text.tokens if text else None
-            healing = heal_result(plan, work, text.tokens, text.unseen, progress, opened) if text else None
+            healing = heal_result(plan, work, text.healing, progress, opened) if text else None
             others = [Sample.of(part, text.calibration.context) for part in text.others] if text else []
             check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}

@@ -51,11 +51,7 @@ def padding(lengths: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(
-    model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    chunks: Iterable[int] = (10,),
-    cache: Any = None,
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, chunks: Iterable[int] = (10,), cache: Any = None
 ) -> torch.Tensor:
     """Logits of `ids` fed in pieces of the sizes `chunks`, then token by token, over one cache; `mask` marks no padding."""
     start, pieces = 0, []

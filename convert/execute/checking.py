@@ -79,12 +79,7 @@ class Sample(NamedTuple):
 
 
 def checked(
-    plan: Plan,
-    result: Path,
-    given: Sequence[Sample],
-    kept: Path,
-    progress: Progress,
-    opened: Opened,
+    plan: Plan, result: Path, given: Sequence[Sample], kept: Path, progress: Progress, opened: Opened
 ) -> dict[str, Any] | None:
     """Compare a result with its source.
 

@@ -164,7 +164,7 @@ def provenance_of(job: Job, layers: Sequence[dict[str, Any]], calibrated: Calibr
         "calibration_hash": text.tokens.hash if text else None,
         "calibration": {
             "text": text.tokens.name,
-            "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
+            "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.fitted],
             "tokens": len(text.tokens.ids),
             "context": text.calibration.context,
             "max_context": text.calibration.max_context,

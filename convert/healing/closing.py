@@ -12,6 +12,7 @@ from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
+from convert.planning.calibration import LEAST_HEALED
 from eval.inputs.reader import Reader
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
@@ -20,13 +21,10 @@ from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
 _POINTS = 4  # of the curve: so few that it never stops early, by the one or two blocks that are held out
-_LEAST_BLOCKS = 8  # of a text, and more of them than a step takes
 _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a work directory remembers of a healing
 
 
-def heal_result(
-    plan: Plan, work: Work, text: Tokens, unseen: Tokens | None, progress: Progress, opened: Opened
-) -> dict[str, Any] | None:
+def heal_result(plan: Plan, work: Work, text: Tokens, progress: Progress, opened: Opened) -> dict[str, Any] | None:
     """Distil the source into the checkpoint of a work directory.
 
     A resumed run goes on from the Trainer's last checkpoint. Files are replaced one by one after the last step; if that is
@@ -35,8 +33,7 @@ def heal_result(
     Args:
         plan: The conversion that made the checkpoint, with a calibration.
         work: Its work directory.
-        text: The calibration text.
-        unseen: Blocks of such text that nothing was fitted to, to judge by; None to judge by some of the calibration text.
+        text: Blocks of the calibration text, best of all such that nothing was fitted to.
         progress: Called with the progress of each stage.
         opened: Loads the models. The result in it has the healed weights then.
 
@@ -58,12 +55,11 @@ def heal_result(
         return None
     if course := work.recall(_COURSE):
         return dict(course)
-    calibrated = _blocks(text, plan.calibration.context, context)
-    judged = None if unseen is None else _blocks(unseen, plan.calibration.context, context)
-    if (count := len(calibrated.ids) // context) < _LEAST_BLOCKS:
+    text = _blocks(text, plan.calibration.context, context)
+    if (count := len(text.ids) // context) < LEAST_HEALED:
         _log.warning(
             "the result is not healed: the text has %d blocks of %d tokens, and %d or more are needed",
-            count, context, _LEAST_BLOCKS,
+            count, context, LEAST_HEALED,
         )  # fmt: skip
         return None
     work.remember(_TOKENS, tokens)
@@ -71,7 +67,7 @@ def heal_result(
     hint = "the same command with --resume and --heal 0 publishes it as it is"
     with memory_for("the healing of the result", hint):
         try:
-            return _trained(plan, work, options, calibrated, judged, progress, opened)
+            return _trained(plan, work, options, text, progress, opened)
         except KvfoldError as error:
             raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
 
@@ -82,15 +78,15 @@ def _blocks(text: Tokens, context: int, part: int) -> Tokens:
 
 
 def _trained(
-    plan: Plan, work: Work, options: HealOptions, calibrated: Tokens, judged: Tokens | None, progress: Progress, opened: Opened
+    plan: Plan, work: Work, options: HealOptions, tokens: Tokens, progress: Progress, opened: Opened
 ) -> dict[str, Any]:
     from convert.healing.loop import train  # transformers' Trainer takes a second to import
 
     result = plan.source.beside(work.path, "the result")
     healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
-    batch = min(healing.batch, len(calibrated.ids) // healing.context // _LEAST_BLOCKS)
+    batch = min(healing.batch, len(tokens.ids) // healing.context // LEAST_HEALED)
     healing = replace(healing, options=replace(options, batch_tokens=batch * healing.context))
-    text, reader = TrainingText.of(healing, [calibrated], judged), Reader(work.path)
+    text, reader = TrainingText.of(healing, [tokens]), Reader(work.path)
     if not any(work.training.iterdir()):
         work.require_space(healing.disk)
     outcome = train(healing, text, reader, work.training, progress, opened)

@@ -45,7 +45,7 @@ class TrainingText:
 
     Attributes:
         tokens: The whole text: whole blocks of several ones, one after the other.
-        blocks: `[n, context]`, of the text, and behind them those of another one to judge by.
+        blocks: `[n, context]`, of the text.
         parts: Of each text the blocks to train on, int64.
         held_out: The indices of the others, from all over each text; no step sees them.
         positions: `[n, context]`, of the tokens of each block.
@@ -58,13 +58,12 @@ class TrainingText:
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, plan: HealPlan, texts: Sequence[Tokens], judged: Tokens | None = None) -> TrainingText:
+    def of(cls, plan: HealPlan, texts: Sequence[Tokens]) -> TrainingText:
         """Cut texts into blocks, of which every other one retrieves (`convert.planning.retrieval`).
 
         Args:
             plan: Of the healing; the tokens of the whole training decide how many are held out.
             texts: The texts.
-            judged: A text to judge by, so that of the others no block is held out.
 
         Raises:
             Failure: A text has no block to train on, or all of them less than a batch.
@@ -72,7 +71,7 @@ class TrainingText:
         parts, aside, start, context = list[torch.Tensor](), list[torch.Tensor](), 0, plan.context
         for tokens in texts:
             count = len(tokens.ids) // context
-            spared = min(count, held_out(count, context, plan.tokens // len(texts))) if judged is None else 0
+            spared = min(count, held_out(count, context, plan.tokens // len(texts)))
             trains = torch.ones(count, dtype=torch.bool)
             trains[evenly_spread(spared, count)] = False
             parts.append(start + trains.nonzero().flatten())
@@ -91,9 +90,6 @@ class TrainingText:
             )
         text = joined(texts if len(texts) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in texts])
         blocks = text.blocks(context)
-        if judged is not None:
-            aside = [start + torch.arange(len(judged.ids) // context)]
-            blocks = torch.cat((blocks, judged.blocks(context)))
         positions, others = torch.arange(context).repeat(len(blocks), 1), torch.cat([part[1::2] for part in (*parts, *aside)])
         blocks = blocks.clone()
         blocks[others], positions[others] = retrieving(blocks[others], plan.retrieval_limit)

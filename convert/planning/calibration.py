@@ -25,8 +25,9 @@ _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
 _OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts, so beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
-_OTHERS = 2048  # tokens of each text, at least a block, by which a healing is judged and the result is checked
+_OTHERS = 2048  # tokens of each text, at least a block, on which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
+LEAST_HEALED = 8  # blocks of a healing, and more of them than a step takes
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
@@ -85,9 +86,16 @@ class Calibration:
         return shared_out(self.tokens // self.context, self.texts)
 
     @property
+    def spare_blocks(self) -> int:
+        """How many others each text gives to be healed on, if it has as many."""
+        tokens = max(self.heal, LEAST_HEALED * self.heal_context) if self.heal else 0
+        return -(-tokens // (self.context * len(self.texts)))
+
+    @property
     def rows_to_write(self) -> int:
         """How many blocks the model writes itself."""
-        return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
+        counts = zip(self.blocks, self.texts, strict=True)
+        return sum(count + self.spare_blocks for count, text in counts if text.own and not text.written)
 
     @property
     def skips_to(self) -> int | None:
@@ -123,17 +131,16 @@ class CalibrationText:
 
     Attributes:
         calibration: How it is used.
-        parts: Of each text whole blocks, spread evenly over it; none of the model's own until it is written.
+        parts: Of each text whole blocks: those to calibrate on, spread evenly over it, and behind them others to heal on, where
+            it has more; none of the model's own until it is written.
         whole: Each text but the model's own, as far as it was read.
-        others: Of each of these some other blocks, where it has more; otherwise some of the same.
-        unseen: Those of `others` that are not calibrated on, together; None if all are.
+        others: Of each of these some blocks to check the result on: others still, where it has more.
     """
 
     calibration: Calibration
     parts: tuple[Tokens, ...]
     whole: tuple[Tokens, ...]
     others: tuple[Tokens, ...]
-    unseen: Tokens | None
 
     @classmethod
     def read(cls, source: Source, calibration: Calibration) -> CalibrationText:
@@ -145,7 +152,6 @@ class CalibrationText:
         parts: list[Tokens] = []
         whole: list[Tokens] = []
         others: list[Tokens] = []
-        unseen: list[Tokens] = []
         for text, count in zip(calibration.texts, calibration.blocks, strict=True):
             if text.own:
                 before = written_before(source, text.written, count, calibration.context) if text.written else None
@@ -158,19 +164,21 @@ class CalibrationText:
                     f"calibration text {tokens.name} has {there} tokens, fewer than one block of {context}",
                     hint=f"give a longer text, or --calibration-context {there} or less",
                 )
-            part, beside = tokens.spread(share, context), tokens.beside(share, context, _OTHERS)
+            part, checked = tokens.spread(share, context), max(_OTHERS, context)
+            beside = tokens.beside(share, context, checked + calibration.spare_blocks * context)
             if len(calibration.texts) > 1 and len(part.ids) < share:
                 _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), share)
-            parts.append(part)
+            spare = beside and beside.beside(checked, context, len(beside.ids))
+            parts.append(replace(part, ids=torch.cat((part.ids, spare.ids))) if spare else part)
             whole.append(tokens)
-            others.append(part.spread(_OTHERS, context) if beside is None else beside)
-            unseen += [] if beside is None else [beside]
-        return cls(calibration, tuple(parts), tuple(whole), tuple(others), joined(unseen) if unseen else None)
+            others.append((beside or part).spread(checked, context))
+        return cls(calibration, tuple(parts), tuple(whole), tuple(others))
 
     @property
     def hashes(self) -> list[str | None]:
-        """Of each text's blocks; None for what the model has still to write."""
-        return [part.hash if len(part.ids) else None for part in self.parts]
+        """Of each text as far as it was read; None for what the model has still to write."""
+        read, parts = iter(self.whole), zip(self.calibration.texts, self.parts, strict=True)
+        return [(part if text.own else next(read)).hash if len(part.ids) else None for text, part in parts]
 
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
         """The whole text; `written [n, context]` is what the model wrote, None where it writes nothing."""
@@ -183,9 +191,22 @@ class CalibrationText:
         return next((part.blocks(self.calibration.context) for text, part in parts if text.own), None)
 
     @functools.cached_property
+    def fitted(self) -> list[Tokens]:
+        """Of each text what is calibrated on."""
+        counts = zip(self.parts, self.calibration.blocks, strict=True)
+        return [replace(part, ids=part.ids[: count * self.calibration.context]) for part, count in counts]
+
+    @functools.cached_property
     def tokens(self) -> Tokens:
-        """All of them, one text after the other."""
-        return joined(self.parts)
+        """All that is calibrated on, one text after the other."""
+        return joined(self.fitted)
+
+    @property
+    def healing(self) -> Tokens:
+        """What a healing reads: blocks that nothing was fitted to, and the others, too, where these are too few."""
+        spare = [part.ids[len(fitted.ids) :] for part, fitted in zip(self.parts, self.fitted, strict=True)]
+        enough = sum(map(len, spare)) >= (self.calibration.heal or 0)
+        return replace(self.tokens, ids=torch.cat(spare if enough else [part.ids for part in self.parts]))
 
     @property
     def blocks(self) -> Blocks:
@@ -201,8 +222,8 @@ class CalibrationText:
         """The text that a survey of the source reads: all, or the same part of each where layers then see all in sequence."""
         context, whole = self.calibration.context, len(self.tokens.ids)
         count = max(context, min(whole, _DECIDED_ON) if self.calibration.refit else whole)
-        counts = [max(1, count * len(part.ids) // whole // context) * context for part in self.parts]
-        return replace(self, parts=tuple(part.spread(n, context) for part, n in zip(self.parts, counts, strict=True)))
+        counts = [max(1, count * len(part.ids) // whole // context) * context for part in self.fitted]
+        return replace(self, parts=tuple(part.spread(n, context) for part, n in zip(self.fitted, counts, strict=True)))
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""

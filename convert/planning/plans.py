@@ -14,16 +14,7 @@ from convert.hosts.engines import Engine, engine_of
 from convert.methods import GROUPED, load_grouped
 from convert.methods.text import TextUse
 from convert.output.destination import check_output
-from convert.planning.allowed import (
-    Kept,
-    convertible,
-    held_by,
-    require_held,
-    require_served,
-    require_stored,
-    staying,
-    unfit,
-)
+from convert.planning.allowed import Kept, convertible, held_by, require_held, require_served, require_stored, staying, unfit
 from convert.planning.base import Plan, Request
 from convert.planning.budget import smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for, with_own_text

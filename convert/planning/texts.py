@@ -138,7 +138,7 @@ def own_tokens(name: str, ids: torch.Tensor | None) -> Tokens:
 
 
 def written_before(source: Source, file: Path, rows: int | None, context: int) -> torch.Tensor:
-    """The text that a model wrote for an earlier run, `[rows, context]`; all of it where `rows` is None.
+    """The text that a model wrote for an earlier run, `[n, context]`: at least `rows` rows, if not None.
 
     Raises:
         Failure: The file cannot be read, or does not hold such rows.
@@ -161,4 +161,4 @@ def written_before(source: Source, file: Path, rows: int | None, context: int) -
             f"{source.vocabulary} are needed",
             hint="give --text self, and the model writes again",
         )
-    return ids[:rows].long()
+    return ids.long()

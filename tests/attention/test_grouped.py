@@ -366,10 +366,7 @@ def replaced(module: Any) -> None:
         (Biased, "it adds biases of positions, which sdpa alone takes"),
         (Sunk, "its heads have sinks, which sdpa leaves out"),
         (Elsewhere, "its forward does not look an attention function up"),
-        (
-            type("Unseen", (LlamaAttention,), {"forward": eval("lambda self: None")}),
-            "the source of its methods, which has",
-        ),
+        (type("Unseen", (LlamaAttention,), {"forward": eval("lambda self: None")}), "the source of its methods, which has"),
     ],
 )
 def test_classes_that_might_compute_something_else_are_refused(cls: Any, said: str) -> None:

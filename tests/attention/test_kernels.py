@@ -65,8 +65,7 @@ def test_every_rank_is_cut_into_powers_of_two(rank: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("heads", "rope"),
-    rows([(1, 64), (3, 8), (8, 24), (16, 16), (32, 32), (64, 8), (96, 16)], [(1, 64), (8, 24), (32, 32)]),
+    ("heads", "rope"), rows([(1, 64), (3, 8), (8, 24), (16, 16), (32, 32), (64, 8), (96, 16)], [(1, 64), (8, 24), (32, 32)])
 )
 def test_every_number_of_heads_and_rotary_dims(heads: int, rope: int) -> None:
     q, r, c, k = latents(2, heads, 37, 48, rope)

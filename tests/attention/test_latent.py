@@ -117,8 +117,7 @@ def test_half_precision_is_as_close_to_fp32_as_stock(dtype: torch.dtype, close: 
 
 
 @pytest.mark.parametrize(
-    ("backend", "attention"),
-    rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("aot_eager", "sdpa")]),
+    ("backend", "attention"), rows(product(("eager", "aot_eager"), ("eager", "sdpa")), [("aot_eager", "sdpa")])
 )
 def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attention: str) -> None:
     tiny_mla.compiles_whole(absorb(mla_model(attention=attention, num_hidden_layers=1)), tokens(2, 12), backend)

@@ -123,8 +123,7 @@ def test_what_vllm_would_run_wrongly_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "message"),
-    [(None, None, None), (64, None, "sees 64 tokens"), (None, 50.0, "capped at 50.0")],
+    ("window", "cap", "message"), [(None, None, None), (64, None, "sees 64 tokens"), (None, 50.0, "capped at 50.0")]
 )
 def test_what_vllms_latent_attention_would_leave_out_is_refused(
     window: int | None, cap: float | None, message: str | None

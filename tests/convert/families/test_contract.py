@@ -23,11 +23,7 @@ HEADS = [name for name, family in FAMILIES.items() if family.has_heads]  # a lat
 
 # Layouts in which one model type stores its heads in several ways, with how many KV heads share the query heads of each.
 LAYOUTS: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "falcon": [
-        ({"new_decoder_architecture": True}, "any"),
-        ({"multi_query": True}, "one"),
-        ({"multi_query": False}, "all"),
-    ],
+    "falcon": [({"new_decoder_architecture": True}, "any"), ({"multi_query": True}, "one"), ({"multi_query": False}, "all")],
     "gpt_bigcode": [({"multi_query": True}, "one"), ({"multi_query": False}, "all")],
 }
 AS_WIDE = ("stablelm", "phi", "olmoe", "helium")  # their classes want a model as wide as its heads together

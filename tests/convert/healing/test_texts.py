@@ -1,7 +1,6 @@
 """Texts to heal on: which blocks are held out, in which order the others come, and what the teacher writes."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,10 @@ def tokens(count: int) -> Tokens:
     return Tokens("a text", torch.arange(count), count, 1.0, None)
 
 
-def cut(
-    *texts: Tokens, batch: int = 1, wanted: int = 10**6, context: int = 4, limit: int = 4, judged: Tokens | None = None
-) -> TrainingText:
+def cut(*texts: Tokens, batch: int = 1, wanted: int = 10**6, context: int = 4, limit: int = 4) -> TrainingText:
     """Texts in blocks, of four tokens unless another number is given: too short for anything to come back in them."""
     plan: Any = SimpleNamespace(context=context, tokens=wanted, batch=batch, retrieval_limit=limit)
-    return TrainingText.of(plan, texts, judged)
+    return TrainingText.of(plan, texts)
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,13 +52,6 @@ def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wante
 )
 def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: int, count: int) -> None:
     assert held_out(blocks, context, wanted) == count
-
-
-def test_another_text_judges_in_place_of_blocks_of_this_one() -> None:
-    text = cut(tokens(40), tokens(20), judged=replace(tokens(13), ids=100 + torch.arange(13)))
-    assert [part.tolist() for part in text.parts] == [list(range(10)), list(range(10, 15))]
-    assert text.blocks[text.held_out, 0].tolist() == [100, 104, 108]
-    assert text.tokens.name == "a text and a text"
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:

@@ -1,10 +1,12 @@
 """What the user says of calibration, what a plan makes of it, and the text when it has been read."""
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plans import Sources
 
 from attention.errors import Failure, Refusal
@@ -145,6 +147,29 @@ def test_a_text_is_whole_blocks_from_all_over_it(
     middles = [(2 * i + 1) * of // (2 * count) for i in range(count)]
     assert rows.tolist() == whole[middles].tolist()
     assert found.calibration.context == context
+
+
+@pytest.mark.parametrize(
+    ("heal", "there", "fitted", "fresh"), [(100, 400, 0, 10), (9, 400, 0, 8), (100, 213, 6, 3), (100, 6, 6, 0)]
+)
+def test_a_healing_reads_what_nothing_was_fitted_to(heal: int, there: int, fitted: int, fresh: int, source: Sources) -> None:
+    """Of a text of so many blocks, 6 are calibrated on and 204 are for the check. Where others are too few, all are read."""
+    text = "".join(random.Random(0).choices("ab c", k=10 * there))
+    found = CalibrationText.read(source(), Calibration(texts_of([text], None), 60, 10, False, 10, heal=heal))
+    texts = (found.tokens, found.healing, *found.others)
+    calibrated, healed, checked = ({tuple(row) for row in one.blocks(10).tolist()} for one in texts)
+    assert (len(healed & calibrated), len(healed - calibrated)) == (fitted, fresh)
+    assert (checked == calibrated) if there == 6 else not checked & (healed | calibrated)
+
+
+def test_what_the_model_writes_is_shared_out_alike(source: Sources) -> None:
+    plan = Calibration(OWN_TEXT, 60, 10, False, 10, heal=100)
+    assert plan.rows_to_write == 16
+    rows = torch.arange(160).view(16, 10)
+    found = CalibrationText.read(source(), plan).with_own(rows)
+    assert (found.tokens.ids.tolist(), found.healing.ids.tolist()) == ([*range(60)], [*range(60, 160)])
+    assert found.own is not None
+    assert found.own.equal(rows), "the result keeps all"
 
 
 def test_a_text_shorter_than_a_block_fails_with_what_fits(source: Sources) -> None:

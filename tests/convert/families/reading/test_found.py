@@ -49,8 +49,7 @@ MERGED = ("ernie4_5_moe", "cohere2_moe", "nanochat", "dots1")
 
 
 @pytest.mark.parametrize(
-    ("fitted", "model_type"),
-    rows(product([False, True], MERGED), [(False, "cohere2_moe"), (True, "nanochat")]),
+    ("fitted", "model_type"), rows(product([False, True], MERGED), [(False, "cohere2_moe"), (True, "nanochat")])
 )
 def test_equal_heads_merge_without_loss(
     fitted: bool, model_type: str, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
