@@ -193,8 +193,7 @@ class AttentionSpec:
         """
         if self.kv_lora_rank is not None:
             raise Refusal(
-                f"{self.kind} has a latent and no KV heads to merge",
-                hint="convert the checkpoint that it was made from",
+                f"{self.kind} has a latent and no KV heads to merge", hint="convert the checkpoint that it was made from"
             )
         heads = self.num_kv_heads
         choices = [g for g in range(1, heads + 1) if heads % g == 0]

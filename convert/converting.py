@@ -19,7 +19,7 @@ from convert.output.evaluation import evaluated
 from convert.output.writing import writing
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.inputs.text import OneText, text_of, warn_of_overlap
+from eval.inputs.text import OneText, joined, text_of, warn_of_overlap
 from eval.quality.evaluation import prepare
 from eval.quality.opened import Opened
 from eval.quality.settings import EvaluationSettings
@@ -66,20 +66,20 @@ def convert(plan: Plan, evaluate: OneText | None = None, progress: Progress = si
                 write_own_text(work.path, text.own)
         statistics = work.steps
         if shared and text:
-            seen, how, behind = text.surveyed(), text.calibration, ["behind norms"] if plan.reads_projections else []
-            statistics = _shared(inputs, shared, seen.tokens.hash, how.context, how.retrieval_limit, *behind)
+            surveyed, how, behind = text.surveyed(), text.calibration, ["behind norms"] if plan.reads_projections else []
+            statistics = _shared(inputs, shared, surveyed.tokens.hash, how.context, how.retrieval_limit, *behind)
         job = Job(plan, manifest, work, text, progress, statistics)
         with work.kept_without_memory(plan.runs_on, _LESS_MEMORY):
             provenance = convert_layers(job)
         work.kept = True  # the weights are complete: whatever fails now, --resume goes on from them
         with Opened() as opened:
-            tokens = text.tokens if text else None
-            healing = heal_result(plan, work, text.healing, progress, opened) if text else None
+            healing = heal_result(plan, work, text.to_heal_on, progress, opened) if text else None
             others = [Sample.of(part, text.calibration.context) for part in text.others] if text else []
             check = checked(plan, work.path, others, own_texts, progress, opened) if plan.checks else None
             provenance = with_healing(provenance, healing) | {"check": check}
             if evaluate_on:
-                provenance["evaluation"] = evaluated(work, provenance, evaluate_on, settings, tokens, progress, opened)
+                seen = joined((text.tokens, text.to_heal_on)) if text else None
+                provenance["evaluation"] = evaluated(work, provenance, evaluate_on, settings, seen, progress, opened)
         return Conversion(plan, work.complete(provenance, model_card(plan, provenance)))
 
 

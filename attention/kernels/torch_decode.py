@@ -100,11 +100,7 @@ def decode_grouped(
 
 
 def _attend(
-    queries: tuple[torch.Tensor, ...],
-    keys: tuple[Stored, ...],
-    values: Stored,
-    mask: torch.Tensor | None,
-    scaling: float,
+    queries: tuple[torch.Tensor, ...], keys: tuple[Stored, ...], values: Stored, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """The mean of `values [B, G, S, Dv]`, `[B, G, M, Dv]`, by the softmax of all products of `queries [B, G, M, …]` and `keys`.
 

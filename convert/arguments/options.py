@@ -128,7 +128,7 @@ class Calibrating(TypedDict, total=False):
     heal: Annotated[
         int | str | None,
         Option(
-            "At the end, distil the source into the result on N other tokens of the text, such as 64k; 0 for none.",
+            "At the end, distil the source into the result on N tokens of the text that nothing was fitted to; 0 for none.",
             unset="as many as are calibrated on, up to 65536, where the model trains in memory, for methods that use text; 0 in"
             " sweeps",
             least=0,

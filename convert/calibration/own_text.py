@@ -212,7 +212,7 @@ def own_text(
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
             few tokens.
     """
-    kept = Shelf(directory, f"own-text-{seed}-{length}")
+    kept = Shelf(directory, f"own-text-{seed}-{rows}x{length}")
     cached = AttentionSpec.from_config(source.config).cache_bytes("float32", length)
     size = max(1, min(ROWS, int(_CACHES * whole_memory(device)) // cached))
     chances = torch.rand(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
+_CHECK, _HEALING = 1, 3  # are added to the seed of what it writes for that and to heal on; `convert heal` adds 2
 _WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
 
@@ -129,11 +131,15 @@ def checked(
 
 
 def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
-    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    """The text that the model writes to be calibrated and healed on, `[rows, context]`; None if it writes nothing."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
     with Opened() as opened:
-        ids = own_text(plan.source, rows, plan.calibration.context, plan.seed, plan.runs_on, kept, progress, opening=opened)
+        how: dict[str, Any] = {"device": plan.runs_on, "directory": kept, "progress": progress, "opening": opened}
+        write = partial(own_text, plan.source, length=plan.calibration.context, **how)
+        ids = write(rows=rows, seed=plan.seed)
+        if others := plan.calibration.blocks_to_heal_on:  # by another seed: `rows` are the same without a healing
+            ids = torch.cat((ids, write(rows=others, seed=plan.seed + _HEALING)))
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
                 own_sample(plan, kept, progress, opened)
@@ -143,7 +149,7 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
 def own_sample(plan: Plan, kept: Path, progress: Progress, opening: Opening = load) -> torch.Tensor:
     """The source's own text, `[n, T]`, from `kept` if it has been written before. Errors as of `own_text`."""
     length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
-    return own_text(plan.source, OWN_ROWS, length, plan.seed + 1, plan.runs_on, kept, progress, opening=opening)
+    return own_text(plan.source, OWN_ROWS, length, plan.seed + _CHECK, plan.runs_on, kept, progress, opening=opening)
 
 
 @torch.inference_mode()

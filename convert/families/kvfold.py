@@ -16,13 +16,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
-from convert.families.projections import (
-    NAMES,
-    join_factors,
-    join_heads,
-    join_projections,
-    or_zeros,
-)
+from convert.families.projections import NAMES, join_factors, join_heads, join_projections, or_zeros
 
 if TYPE_CHECKING:
     import torch

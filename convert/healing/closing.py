@@ -1,4 +1,4 @@
-"""The healing that ends a conversion: the result is distilled on its calibration text before it is published."""
+"""The healing that ends a conversion: the result is distilled on its calibration texts before it is published."""
 
 import logging
 from dataclasses import replace
@@ -12,7 +12,7 @@ from convert.healing.texts import TrainingText
 from convert.healing.weights import write_files
 from convert.output.writing import Work
 from convert.planning.base import Plan
-from convert.planning.calibration import LEAST_HEALED
+from convert.planning.calibration import LEAST_BLOCKS
 from eval.inputs.reader import Reader
 from eval.inputs.text import Tokens
 from eval.machine.device import memory_for
@@ -20,7 +20,7 @@ from eval.quality.opened import Opened
 from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
-_POINTS = 4  # of the curve: so few that it never stops early, by the one or two blocks that are held out
+_POINTS = 4  # of the curve: so few that it never stops early, by the few blocks that are held out
 _TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a work directory remembers of a healing
 
 
@@ -33,7 +33,7 @@ def heal_result(plan: Plan, work: Work, text: Tokens, progress: Progress, opened
     Args:
         plan: The conversion that made the checkpoint, with a calibration.
         work: Its work directory.
-        text: Blocks of the calibration text, best of all such that nothing was fitted to.
+        text: `CalibrationText.to_heal_on`.
         progress: Called with the progress of each stage.
         opened: Loads the models. The result in it has the healed weights then.
 
@@ -56,10 +56,10 @@ def heal_result(plan: Plan, work: Work, text: Tokens, progress: Progress, opened
     if course := work.recall(_COURSE):
         return dict(course)
     text = _blocks(text, plan.calibration.context, context)
-    if (count := len(text.ids) // context) < LEAST_HEALED:
+    if (count := len(text.ids) // context) < LEAST_BLOCKS:
         _log.warning(
             "the result is not healed: the text has %d blocks of %d tokens, and %d or more are needed",
-            count, context, LEAST_HEALED,
+            count, context, LEAST_BLOCKS,
         )  # fmt: skip
         return None
     work.remember(_TOKENS, tokens)
@@ -84,7 +84,7 @@ def _trained(
 
     result = plan.source.beside(work.path, "the result")
     healing = plan_heal(result, plan.source, options, plan.output, str(plan.runs_on), plan.seed)
-    batch = min(healing.batch, len(tokens.ids) // healing.context // LEAST_HEALED)
+    batch = min(healing.batch, len(tokens.ids) // healing.context // LEAST_BLOCKS)
     healing = replace(healing, options=replace(options, batch_tokens=batch * healing.context))
     text, reader = TrainingText.of(healing, [tokens]), Reader(work.path)
     if not any(work.training.iterdir()):

@@ -22,7 +22,7 @@ from convert.output.companions import write_own_text
 from convert.output.destination import CHECKPOINT, partial_path
 from convert.output.writing import Work
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import TextSource, own_tokens, written_before
+from convert.planning.texts import MOST_WRITTEN, TextSource, own_tokens, written_before
 from eval.inputs.loading import tokens_of
 from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
 from eval.machine.device import compute_device
@@ -32,7 +32,6 @@ _log = logging.getLogger("kvfold")
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
 _ENOUGH = 2**21  # tokens, or as many as are trained on, that are read of a file
-_MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writing takes as long as training, or longer
 _SEED = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
 _HELD_OUT = 50  # one token of so many
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens
@@ -154,7 +153,7 @@ class TrainingTexts:
         """How many blocks the teacher writes: those that its part of the training takes, and those to judge by."""
         if all(len(part.ids) for part in self.parts):
             return 0
-        plan, tokens = self.plan, min(_MOST_WRITTEN, self.plan.tokens // len(self.parts))
+        plan, tokens = self.plan, min(MOST_WRITTEN, self.plan.tokens // len(self.parts))
         train = max(plan.batch, tokens // plan.context)
         return next(count for count in itertools.count(train + 1) if count - held_out(count, plan.context, tokens) >= train)
 

@@ -275,7 +275,7 @@ class Plan(Request):
             "config": self.source.raw,
             "files": self.source.fingerprint,
             "calibration_hashes": texts,
-            "writes_text": bool(self.calibration and self.calibration.rows_to_write),
+            "rows_to_write": self.calibration.rows_to_write if self.calibration else 0,
             "versions": versions(),
         }
 

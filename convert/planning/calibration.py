@@ -14,7 +14,7 @@ from convert import methods
 from convert.methods.blocks import Blocks
 from convert.methods.text import Method, TextUse
 from convert.planning.retrieval import retrieving
-from convert.planning.texts import DEFAULT, OWN, Texts, as_options, own_tokens, shared_out, written_before
+from convert.planning.texts import DEFAULT, MOST_WRITTEN, OWN, Texts, as_options, own_tokens, shared_out, written_before
 from eval.inputs.loading import tokens_of
 from eval.inputs.text import Tokens, joined, reach
 
@@ -27,7 +27,7 @@ _OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 2048  # tokens of each text, at least a block, on which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
-LEAST_HEALED = 8  # blocks of a healing, and more of them than a step takes
+LEAST_BLOCKS = 8  # that a healing needs; a step takes an eighth of them at most
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
@@ -86,16 +86,15 @@ class Calibration:
         return shared_out(self.tokens // self.context, self.texts)
 
     @property
-    def spare_blocks(self) -> int:
-        """How many others each text gives to be healed on, if it has as many."""
-        tokens = max(self.heal, LEAST_HEALED * self.heal_context) if self.heal else 0
+    def blocks_to_heal_on(self) -> int:
+        """How many others each text gives to be healed on, some of which judge, if it has as many."""
+        tokens = min(self.heal, MOST_WRITTEN) + LEAST_BLOCKS * self.heal_context if self.heal else 0
         return -(-tokens // (self.context * len(self.texts)))
 
     @property
     def rows_to_write(self) -> int:
-        """How many blocks the model writes itself."""
-        counts = zip(self.blocks, self.texts, strict=True)
-        return sum(count + self.spare_blocks for count, text in counts if text.own and not text.written)
+        """How many blocks the model writes itself to be calibrated on; with any, it also writes `blocks_to_heal_on`."""
+        return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
 
     @property
     def skips_to(self) -> int | None:
@@ -134,7 +133,7 @@ class CalibrationText:
         parts: Of each text whole blocks: those to calibrate on, spread evenly over it, and behind them others to heal on, where
             it has more; none of the model's own until it is written.
         whole: Each text but the model's own, as far as it was read.
-        others: Of each of these some blocks to check the result on: others still, where it has more.
+        others: Of each of these some blocks to check the result on, which are in no part if it has more.
     """
 
     calibration: Calibration
@@ -165,7 +164,7 @@ class CalibrationText:
                     hint=f"give a longer text, or --calibration-context {there} or less",
                 )
             part, checked = tokens.spread(share, context), max(_OTHERS, context)
-            beside = tokens.beside(share, context, checked + calibration.spare_blocks * context)
+            beside = tokens.beside(share, context, checked + calibration.blocks_to_heal_on * context)
             if len(calibration.texts) > 1 and len(part.ids) < share:
                 _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), share)
             spare = beside and beside.beside(checked, context, len(beside.ids))
@@ -202,11 +201,13 @@ class CalibrationText:
         return joined(self.fitted)
 
     @property
-    def healing(self) -> Tokens:
-        """What a healing reads: blocks that nothing was fitted to, and the others, too, where these are too few."""
-        spare = [part.ids[len(fitted.ids) :] for part, fitted in zip(self.parts, self.fitted, strict=True)]
-        enough = sum(map(len, spare)) >= (self.calibration.heal or 0)
-        return replace(self.tokens, ids=torch.cat(spare if enough else [part.ids for part in self.parts]))
+    def to_heal_on(self) -> Tokens:
+        """Of each text blocks that nothing was fitted to; where these are too few, all of its blocks."""
+        wanted, found = self.calibration.blocks_to_heal_on * self.calibration.context, []
+        for part, fitted in zip(self.parts, self.fitted, strict=True):
+            spare = part.ids[len(fitted.ids) :][:wanted]
+            found.append(spare if len(spare) == wanted else part.ids)
+        return replace(self.tokens, ids=torch.cat(found))
 
     @property
     def blocks(self) -> Blocks:

@@ -56,6 +56,9 @@ class TextSource:
 Texts = tuple[TextSource, ...]
 OWN = TextSource(SELF, SELF)
 DEFAULT: Texts = (OWN,)  # where none is given
+MOST_WRITTEN = (
+    2**20
+)  # tokens to train on, which are used again if more are wanted: writing takes as long as training, or longer
 
 
 def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
@@ -138,7 +141,7 @@ def own_tokens(name: str, ids: torch.Tensor | None) -> Tokens:
 
 
 def written_before(source: Source, file: Path, rows: int | None, context: int) -> torch.Tensor:
-    """The text that a model wrote for an earlier run, `[n, context]`: at least `rows` rows, if not None.
+    """The text that a model wrote for an earlier run, `[n, context]`: the whole file, of `rows` rows or more, if not None.
 
     Raises:
         Failure: The file cannot be read, or does not hold such rows.

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from plans import Sources
 
 from attention.errors import Failure, Refusal
 from convert.methods import load_grouped, load_latent
+from convert.output.companions import write_own_text
 from convert.planning.allowed import convertible
 from convert.planning.calibration import Calibration, CalibrationOptions, CalibrationText, calibration_for
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
+from eval.inputs.text import OWN_TEXT as OWN_TEXT_FILE
 
 TEXT = texts_of("some.txt", None)
 # Whether they need text: weighted and aligned use it, pca needs it, svd and mean do without.
@@ -149,27 +152,26 @@ def test_a_text_is_whole_blocks_from_all_over_it(
     assert found.calibration.context == context
 
 
-@pytest.mark.parametrize(
-    ("heal", "there", "fitted", "fresh"), [(100, 400, 0, 10), (9, 400, 0, 8), (100, 213, 6, 3), (100, 6, 6, 0)]
-)
+@pytest.mark.parametrize(("heal", "there", "fitted", "fresh"), [(9, 400, 0, 9), (100, 213, 6, 3), (100, 6, 6, 0)])
 def test_a_healing_reads_what_nothing_was_fitted_to(heal: int, there: int, fitted: int, fresh: int, source: Sources) -> None:
     """Of a text of so many blocks, 6 are calibrated on and 204 are for the check. Where others are too few, all are read."""
     text = "".join(random.Random(0).choices("ab c", k=10 * there))
     found = CalibrationText.read(source(), Calibration(texts_of([text], None), 60, 10, False, 10, heal=heal))
-    texts = (found.tokens, found.healing, *found.others)
+    texts = (found.tokens, found.to_heal_on, *found.others)
     calibrated, healed, checked = ({tuple(row) for row in one.blocks(10).tolist()} for one in texts)
     assert (len(healed & calibrated), len(healed - calibrated)) == (fitted, fresh)
     assert (checked == calibrated) if there == 6 else not checked & (healed | calibrated)
 
 
-def test_what_the_model_writes_is_shared_out_alike(source: Sources) -> None:
-    plan = Calibration(OWN_TEXT, 60, 10, False, 10, heal=100)
-    assert plan.rows_to_write == 16
-    rows = torch.arange(160).view(16, 10)
-    found = CalibrationText.read(source(), plan).with_own(rows)
-    assert (found.tokens.ids.tolist(), found.healing.ids.tolist()) == ([*range(60)], [*range(60, 160)])
-    assert found.own is not None
-    assert found.own.equal(rows), "the result keeps all"
+def test_several_texts_are_healed_on_alike(source: Sources, tmp_path: Path) -> None:
+    """What the model has written before is more than is wanted, and the other text has nothing to spare."""
+    write_own_text(tmp_path, torch.arange(300).view(30, 10) % 5 + 3)
+    (tmp_path / "text").write_text("ab c" * 10)
+    texts = texts_of([tmp_path / OWN_TEXT_FILE, tmp_path / "text"], None)
+    plan = Calibration(texts, 60, 10, False, 10, heal=100)
+    found = CalibrationText.read(source(), plan).with_own(None)
+    assert found.to_heal_on.ids.equal(torch.cat((found.parts[0].ids[30:120], found.parts[1].ids)))
+    assert replace(plan, heal=10**9).blocks_to_heal_on == -(-(2**20 + 80) // 20), "more is read again"
 
 
 def test_a_text_shorter_than_a_block_fails_with_what_fits(source: Sources) -> None:
