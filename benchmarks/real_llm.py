@@ -62,6 +62,9 @@ ENCODED = 1.3  # times a plain cache's row, that one over a cache in another for
 AT_ONCE = 4  # results in one report: an interruption repeats no more
 RANGES = (0, 128, 256, 512, 1024, 2048, 4096)  # first positions
 DISTANCES = (128, 256, 512, 1024, 2048, 4096)
+SHOWN = (128, 1024, 4096)  # of these, in the table of losses
+ANYWHERE = (("four codes", None), ("variables", None))
+CODES = [("key–value", at) for at in (128, 256, 512, 1024, 2048)]  # whose answers, found exactly, are counted together
 
 
 def make_smollm(path: Path) -> None:
@@ -163,23 +166,32 @@ def joint(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(models: list[dict[str, Any]], source: str) -> str:
-    """Two tables: losses over the source's, and by position and over distance; there the source's row has its own losses."""
+    """README's table of losses over the source, and one by position and distance, with what is found exactly.
+
+    The source's losses on texts and copies are its own.
+    """
     (whole,) = (model["kv_bytes_per_token"] for model in models if model["name"] == source)
-    losses = ["| of the source's cache | model | nats at 512 | at 2,048 | KL |", "| --: | --- | --: | --: | --: |"]
     asked = [("text", at) for at in RANGES] + [("copy", at) for at in DISTANCES]
-    last = [("key–value", 1024), ("four codes", None), ("variables", None)]
-    heads = [f"{task} {at:,}" if at is not None else task for task, at in asked] + [f"exact: {task}" for task, _ in last]
-    lost = [f"| model | {' | '.join(heads)} |", "| --- |" + " --: |" * len(heads)]
+    heads = ["nats at 512", "at 2,048", "KL", *(f"copy {at:,}" for at in SHOWN), "codes"]
+    short = [f"| share | | {' | '.join(heads)} |", "| --: | --- |" + " --: |" * len(heads)]
+    titles = [f"{task} {at:,}" for task, at in asked] + [f"exact: {task}" for task, _ in ANYWHERE]
+    long = [f"| | {' | '.join(titles)} |", "| --- |" + " --: |" * len(titles)]
     for model in models:
-        share = f"{model['kv_bytes_per_token'] / whole:.1%}"
-        losses.append(
-            f"| {share} | {model['name']} | {model['loss_nats']:+.3f} | {model['longer']:+.3f} | {model['kl_to_source']:.3f} |"
-        )
         probes = {(entry["task"], entry["at"]): entry for entry in model["found"]}
+        figures = [f"{model[name]:.3f}" for name in ("loss_nats", "longer", "kl_to_source")]
+        figures += [f"{probes['copy', at]['nats']:.2f}" if ("copy", at) in probes else "" for at in SHOWN]
+        codes = [probes[cell]["exact"] for cell in CODES if cell in probes]
+        figures.append(f"{sum(codes) / len(codes):.0%}" if codes else "")
+        short.append(f"| {model['kv_bytes_per_token'] / whole:.1%} | {label(model)} | {' | '.join(figures)} |")
         cells = [f"{probes[cell]['nats']:.2f}" if cell in probes else "" for cell in asked]
-        cells += [f"{probes[cell]['exact']:.2f}" if cell in probes else "" for cell in last]
-        lost.append(f"| {model['name']} | {' | '.join(cells)} |")
-    return "\n".join([*losses, "", *lost, ""])
+        cells += [f"{probes[cell]['exact']:.0%}" if cell in probes else "" for cell in ANYWHERE]
+        long.append(f"| {label(model)} | {' | '.join(cells)} |")
+    return "\n".join([*short, "", *long, ""])
+
+
+def label(model: dict[str, Any]) -> str:
+    """Name a model for the tables: the directory says its method, and whether it was healed."""
+    return f"{model['name']} ({model['kind']})" if model["method"] else str(model["name"])
 
 
 def converted(model: str, directory: Path, wanted: list[Step]) -> list[Path]:

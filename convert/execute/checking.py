@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
-_CHECK, _HEALING = 1, 3  # are added to the seed of what it writes for that and to heal on; `convert heal` adds 2
+_CHECK, _HEALING = 1, 3  # added to the seed for the text of the check, and to heal on; `convert heal` adds 2
 _WARN, _WORST = LARGE, 5.0  # nats: beyond the second a result is of no use
 _CONTEXT = 512  # tokens of a row
 
@@ -135,11 +134,11 @@ def written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
     with Opened() as opened:
-        how: dict[str, Any] = {"device": plan.runs_on, "directory": kept, "progress": progress, "opening": opened}
-        write = partial(own_text, plan.source, length=plan.calibration.context, **how)
-        ids = write(rows=rows, seed=plan.seed)
-        if others := plan.calibration.blocks_to_heal_on:  # by another seed: `rows` are the same without a healing
-            ids = torch.cat((ids, write(rows=others, seed=plan.seed + _HEALING)))
+        length, how = plan.calibration.context, (plan.runs_on, kept, progress)
+        ids = own_text(plan.source, rows, length, plan.seed, *how, opening=opened)
+        if others := plan.calibration.blocks_to_heal_on:  # apart, so that the first rows are the same without a healing
+            more = own_text(plan.source, others, length, plan.seed + _HEALING, *how, opening=opened)
+            ids = torch.cat((ids, more))
         if plan.checks:  # while the model is loaded; if it writes nothing of use, the check says so
             with contextlib.suppress(KvfoldError):
                 own_sample(plan, kept, progress, opened)

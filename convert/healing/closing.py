@@ -33,7 +33,7 @@ def heal_result(plan: Plan, work: Work, text: Tokens, progress: Progress, opened
     Args:
         plan: The conversion that made the checkpoint, with a calibration.
         work: Its work directory.
-        text: `CalibrationText.to_heal_on`.
+        text: The text to heal on, from `CalibrationText.to_heal_on`.
         progress: Called with the progress of each stage.
         opened: Loads the models. The result in it has the healed weights then.
 

@@ -27,7 +27,7 @@ _OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 2048  # tokens of each text, at least a block, on which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
-LEAST_BLOCKS = 8  # that a healing needs; a step takes an eighth of them at most
+LEAST_BLOCKS = 8  # of a text that a healing needs; a step takes at most an eighth of its blocks
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
@@ -87,13 +87,13 @@ class Calibration:
 
     @property
     def blocks_to_heal_on(self) -> int:
-        """How many others each text gives to be healed on, some of which judge, if it has as many."""
+        """How many other blocks each text gives to heal on, and to judge the healing by, if it has as many."""
         tokens = min(self.heal, MOST_WRITTEN) + LEAST_BLOCKS * self.heal_context if self.heal else 0
         return -(-tokens // (self.context * len(self.texts)))
 
     @property
     def rows_to_write(self) -> int:
-        """How many blocks the model writes itself to be calibrated on; with any, it also writes `blocks_to_heal_on`."""
+        """How many blocks to calibrate on the model writes itself. If any, it writes `blocks_to_heal_on`, too."""
         return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
 
     @property
@@ -130,10 +130,10 @@ class CalibrationText:
 
     Attributes:
         calibration: How it is used.
-        parts: Of each text whole blocks: those to calibrate on, spread evenly over it, and behind them others to heal on, where
-            it has more; none of the model's own until it is written.
+        parts: Of each text whole blocks: first those to calibrate on, spread evenly over it, then others to heal on, if it has
+            more. The model's own text is empty until it is written.
         whole: Each text but the model's own, as far as it was read.
-        others: Of each of these some blocks to check the result on, which are in no part if it has more.
+        others: Of each of these blocks to check the result on. They are in no part, unless the text has no more.
     """
 
     calibration: Calibration
@@ -202,7 +202,7 @@ class CalibrationText:
 
     @property
     def to_heal_on(self) -> Tokens:
-        """Of each text blocks that nothing was fitted to; where these are too few, all of its blocks."""
+        """Blocks of each text that nothing was fitted to, or all of its blocks where those are too few."""
         wanted, found = self.calibration.blocks_to_heal_on * self.calibration.context, []
         for part, fitted in zip(self.parts, self.fitted, strict=True):
             spare = part.ids[len(fitted.ids) :][:wanted]

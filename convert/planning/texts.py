@@ -56,9 +56,7 @@ class TextSource:
 Texts = tuple[TextSource, ...]
 OWN = TextSource(SELF, SELF)
 DEFAULT: Texts = (OWN,)  # where none is given
-MOST_WRITTEN = (
-    2**20
-)  # tokens to train on, which are used again if more are wanted: writing takes as long as training, or longer
+MOST_WRITTEN = 2**20  # tokens to train on; more trains on them again, because writing takes at least as long as training
 
 
 def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
