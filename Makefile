@@ -43,7 +43,7 @@ test-oldest test-latest: test-%: .venv-%/installed-test
 	HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(WITH_TRANSFORMERS)
 
 test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
-	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
+	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs -n 2 --dist worksteal tests/engines
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .
