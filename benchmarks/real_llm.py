@@ -11,9 +11,9 @@ Without --text and --evaluate, both come from WikiText-2 through the package dat
 its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares of its cache by `weighted`,
-at the first of them by `pca`, too; at --encoded, `weighted` makes results for a cache of few bits (`--cache-dtype auto`). With
---defaults, the commands `convert gqa --groups 1` and `convert mla --kv-budget 50%` make two more: the source writes their text,
-and they are healed.
+at the first of them by `pca`, too, and as `convert mla --kv-budget 50% --text FILE` does, which heals it; at --encoded,
+`weighted` makes results for a cache of few bits (`--cache-dtype auto`). With --defaults, the commands `convert gqa --groups 1`
+and `convert mla --kv-budget 50%` make two more: the source writes their text, and they are healed.
 With --portable, `weighted` also writes portable results, and with --heal the plain results of `aligned` and `weighted` are
 also trained for so many tokens.
 
@@ -56,7 +56,7 @@ FORMATS = ["int8", "int4", "int3", "int2", *ENGINES]  # of the source's cache
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
-OWN = 65536  # tokens that the default commands calibrate on and heal with
+OWN, GIVEN = 65536, 32768  # tokens that the default commands calibrate on and heal with: of their own text, and of a given one
 PROBES = 50_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
 AT_ONCE = 4  # results in one report: an interruption repeats no more
@@ -103,8 +103,8 @@ class Step:
         return True
 
 
-def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
-    """All conversions."""
+def steps(facts: Any, named: dict[str, Any], text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
+    """All conversions: on the `text` of that `named` one, and one by the default command on that."""
     latents = {"": text} | ({"-portable": text | {"portable": True}} if given.portable else {})
     found = []
     for groups in facts["groups_possible"][1:]:
@@ -114,6 +114,7 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
         size = {"kv_budget": f"{share:g}%"}
         if share == given.shares[0]:
             found.append(Step(f"mla-{share:g}%-pca", mla, size | text | {"method": "pca"}))
+            found.append(Step(f"mla-{share:g}%-with-text", mla, size | named))
         found += [Step(f"mla-{share:g}%-weighted{way}", mla, size | options) for way, options in latents.items()]
     for share in given.encoded:
         size = {"kv_budget": f"{share:g}%", "cache_dtype": "auto"}
@@ -259,8 +260,9 @@ def main(arguments: list[str] | None = None) -> None:
     named: dict[str, Any] = {"text": given.text} if given.text else {"dataset": "wikitext"}
     held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
-    wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
+    wanted = [step for step in steps(inspect(model), named, text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
+    tokens += GIVEN * (PASSES + HEALING)
     tokens += 2 * given.defaults * OWN * (PASSES + HEALING)
     encoded, plain = (sum(step.name.endswith(end) for step in wanted) for end in ("-encoded", PLAIN))
     rows = (len(wanted) + (plain if given.heal else 0)) * (1 + 1 / AT_ONCE) + ENCODED * (2 * encoded + len(given.formats))
