@@ -56,7 +56,7 @@ FORMATS = ["int8", "int4", "int3", "int2", *ENGINES]  # of the source's cache
 PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
-OWN, GIVEN = 65536, 32768  # tokens that the default commands calibrate on and heal with: of their own text, and of a given one
+OWN, GIVEN = 65536, 32768  # tokens of the model's own text, and of a given one, that the default commands fit and heal on
 PROBES = 50_000  # tokens that the probes cost as much as: they read long sequences
 ENCODED = 1.3  # times a plain cache's row, that one over a cache in another format takes
 AT_ONCE = 4  # results in one report: an interruption repeats no more
@@ -103,8 +103,9 @@ class Step:
         return True
 
 
-def steps(facts: Any, named: dict[str, Any], text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
-    """All conversions: on the `text` of that `named` one, and one by the default command on that."""
+def steps(facts: Any, named: dict[str, Any], given: argparse.Namespace) -> list[Step]:
+    """All conversions; `named` are the arguments that name the text to calibrate on."""
+    text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     latents = {"": text} | ({"-portable": text | {"portable": True}} if given.portable else {})
     found = []
     for groups in facts["groups_possible"][1:]:
@@ -259,8 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     named: dict[str, Any] = {"text": given.text} if given.text else {"dataset": "wikitext"}
     held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
-    text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
-    wanted = [step for step in steps(inspect(model), named, text, given) if step.possible(model, given.directory)]
+    wanted = [step for step in steps(inspect(model), named, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * given.calibration_tokens * PASSES
     tokens += GIVEN * (PASSES + HEALING)
     tokens += 2 * given.defaults * OWN * (PASSES + HEALING)
