@@ -161,12 +161,13 @@ class _HeldRows:
 class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     """The cache of one layer: keys and values of heads, or a latent and its RoPE key.
 
-    With a window of W, it keeps the newest W - 1 tokens, as transformers' own layer does.
+    With a window of W, it keeps the newest W - 1 tokens, as transformers' own layer does. `decoded` gives attention plain
+    tensors alone.
     """
 
-    def __init__(self, form: Format, latent: bool, window: int | None = None) -> None:
+    def __init__(self, form: Format, latent: bool, window: int | None = None, decoded: bool = False) -> None:
         super().__init__()
-        self.form, self.latent, self.sliding_window = form, latent, window
+        self.form, self.latent, self.sliding_window, self.decoded = form, latent, window, decoded
         self.is_sliding, self.record_past = window is not None, False
         self.reset()
 
@@ -194,7 +195,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         if not self.record_past:
             self._forget()
         # Of two dtypes (autocast), one may be stored as it is read: kernels take both encoded, or none.
-        if not all(isinstance(part, Stored) for part in read):
+        if self.decoded or not all(isinstance(part, Stored) for part in read):
             read = [part.whole() if isinstance(part, Stored) else part for part in read]
         return read[0], read[1]
 

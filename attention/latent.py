@@ -71,6 +71,16 @@ class AbsorbedConfig(PackedConfig):
         return name
 
 
+class _AsStock:
+    """An absorbed module with its own config, whose name flash attention reads; other threads see the module as it is."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self.config = module, module.config.stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def is_absorbed(module: nn.Module) -> bool:
     """Whether `module` attends through `latent_attention`."""
     return isinstance(getattr(module, "config", None), AbsorbedConfig)
@@ -116,11 +126,7 @@ def latent_attention(
         if values.device.type == "cpu" and chosen == STOCK and (padding or not module.training):
             values = widened(values, keys.shape[-1])
         function = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, own)
-        absorbed, module.config = module.config, module.config.stock  # of which flash attention reads its name
-        try:
-            out, probabilities = function(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
-        finally:
-            module.config = absorbed
+        out, probabilities = function(_AsStock(module), query, keys, values, attention_mask, scaling=scaling, **kwargs)
         return out[..., : module.v_head_dim], probabilities
     q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     returned = chosen == "eager"  # the one that returns probabilities

@@ -55,16 +55,8 @@ def gqa_decode(
 ) -> torch.Tensor:
     """`attention.kernels.decode_grouped` without its checks. Each KV head is one request of H / G query heads, and read once.
 
-    Args:
-        query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1.
-        values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
-        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
-        scaling: The factor of the scores.
-        tiling: As in `mla_decode`; chosen are those for H / G heads, rank Dv and rope D.
-
-    Returns:
-        `[B, H, 1, Dv]`, contiguous.
+    The strides of keys and values let B and G be one dim, and the last is 1; Dv is a multiple of 16; the mask is the same for
+    all heads. The result is contiguous. A `tiling` is one for H / G heads, rank Dv and rope D.
     """
     from attention.kernels import split_kv
 

@@ -619,14 +619,14 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         create: Any = getattr(self.model, "create_masks_for_generate", create_masks_for_generate)
         return create(**arguments)
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> Any:
         """As the source's class: Phi-3's computes the cache anew where LongRoPE changes its frequencies.
 
-        transformers asks whether a parameter is named `kwargs`.
+        transformers asks whether parameters are named `inputs_embeds` and `kwargs`.
         """
         own = type(self.model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
         prepare: Any = self.model.prepare_inputs_for_generation if own else super().prepare_inputs_for_generation
-        return prepare(input_ids, *args, **kwargs)
+        return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()

@@ -20,14 +20,7 @@ from eval.machine.device import rough
 def fitted_values(
     before: Attention, after: Attention, blocks: Sequence[Block], read: torch.Tensor
 ) -> Callable[[float], Attention]:
-    """The result with a share of the change of its values that fits, by that share.
-
-    Args:
-        before: The source's record.
-        after: The result's, whose heads are in the same order.
-        blocks: What the layer reads, fp32; of one length.
-        read: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read.
-    """
+    """As `queries.fitted_queries`, of values; `read`: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read."""
     length, lacking = len(blocks[0]), attention_output(before, blocks) - attention_output(after, blocks)
     parts = fitted_spans(len(after.q), len(blocks), length)
     fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(length), parts, strict=True)]

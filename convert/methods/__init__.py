@@ -29,11 +29,7 @@ def load_grouped(name: str) -> GroupedMethod:
 
 
 def load_latent(name: str) -> LatentMethod:
-    """The method called `name`, one of `LATENT`.
-
-    Raises:
-        Refusal: There is none of that name.
-    """
+    """As `load_grouped`, of `LATENT`."""
     method: LatentMethod = _load(name, LATENT, "makes a latent")
     return method
 

@@ -21,7 +21,7 @@ from attention.calibrated import Calibrated
 from attention.errors import Failure, KvfoldError, Refusal, one_line
 from eval.inputs import config_rules, misfits
 from eval.inputs.gguf import GgufFile
-from eval.inputs.reader import TOKENIZER_FILES, Reader, weight_files
+from eval.inputs.reader import DTYPES, TOKENIZER_FILES, Reader, weight_files
 
 _DEFAULT_CONTEXT = 2048
 # Keys that say how one machine computes attention: another may not have it, and save_pretrained writes none of them.
@@ -239,11 +239,20 @@ class Source:
     def dtype(self) -> str:
         """The dtype of the weights: from the config, else from its files, else float32."""
         named = self.raw.get("dtype") or self.raw.get("torch_dtype")
-        if not named and self.directory is not None:
+        if not named:
             with contextlib.suppress(KvfoldError):  # a damaged file is for those to name who read its weights
-                held = {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+                held = self._stored_dtypes()
                 named = next((name for name in _FLOATS if name in held), None)
         return str(named or "float32").removeprefix("torch.")
+
+    def _stored_dtypes(self) -> set[str]:
+        """The dtypes of its tensors: of a Hub repository from the headers alone, where the Hub has them."""
+        with contextlib.suppress(Exception):  # no network, or pickled weights
+            if self.repository:
+                held = huggingface_hub.get_safetensors_metadata(self.repository, revision=self.commit)
+                kinds = {tensor.dtype for file in held.files_metadata.values() for tensor in file.tensors.values()}
+                return {str(DTYPES[kind]).removeprefix("torch.") for kind in kinds}
+        return {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
 
     @property
     def max_positions(self) -> int | None:

@@ -202,10 +202,17 @@ def test_embeddings_tuples_and_calls_without_a_cache() -> None:
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
     with torch.no_grad():
         whole = model(ids, use_cache=False)
-        assert whole.past_key_values is None
+        assert not {"cache", "past_key_values"} & whole.keys()  # generation asks for the key
         assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole.logits)
         assert torch.equal(model(ids, return_dict=False)[0], whole.logits)
         assert model(ids, labels=ids, output_hidden_states=True).loss.isfinite()
+
+
+def test_flex_attention_which_compiles_reads_plain_tensors() -> None:
+    model = store_encoded(grouped_model(), "int8")
+    model.config._attn_implementation = "flex_attention"
+    (layer, *_), new = model.forward._encoded(None).layers, torch.ones(1, 2, 1, 64)
+    assert [type(part) for part in layer.update(new, new)] == [torch.Tensor, torch.Tensor]
 
 
 def test_tokens_are_taken_back() -> None:

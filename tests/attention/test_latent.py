@@ -229,6 +229,18 @@ def test_a_cache_is_handed_over_in_mid_sentence(static: bool) -> None:
     assert cache.layers[0].keys[:, :, :24, 1:].all()
 
 
+def test_another_thread_sees_an_absorbed_module_while_its_own_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = absorb(mla_model()), []
+
+    def watching(module: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append((module.config._attn_implementation, is_absorbed(model.model.layers[module.layer_idx].self_attn)))
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", watching)
+    logits(model, tokens(2, 12))
+    assert found == [("sdpa", True)] * len(model.model.layers)
+
+
 def test_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr("attention.latent.absorbs", lambda *numbers: asked.append(numbers) or False)
@@ -238,9 +250,6 @@ def test_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not asked  # sdpa without a mask: only the stock path knows what that means
         model(tokens(2, 3), past_key_values=cache)
     assert asked == [(3, 13, RANK, NOPE, ROPE, VALUE)] * 3
-
-
-def test_decoding_absorbs_and_prefill_expands() -> None:
     sizes = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
     assert absorbs(1, 1024, **sizes)
     assert absorbs(4, 65536, **sizes)

@@ -181,6 +181,10 @@ def test_shards_tied_heads_constants_and_padding_stay_as_they_are(
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "conversion.json"):
         shutil.copyfile(results("padded") / file, path / file)
     heal(path, tmp_path / "out", text=text, train="all", **(sizes | {"lr": 2e-5}))
+    untied = shutil.copytree(path, tmp_path / "untied")
+    save_file(load_file(path / "two.safetensors") | {"lm_head.weight": 2 * embeddings}, untied / "two.safetensors")
+    with pytest.raises(Refusal, match=r"ties model\.embed_tokens\.weight and lm_head\.weight, which differ"):
+        heal(untied, tmp_path / "other", text=text, train="all", **sizes)
     for file in halves:
         assert load_file(tmp_path / "out" / file).keys() == load_file(path / file).keys()
     index = "model.safetensors.index.json"

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -176,7 +177,7 @@ def test_a_config_of_its_own_class_is_read_when_agreed_to(
     ],
 )
 def test_the_dtype_is_what_the_config_says_else_the_weights(
-    changes: dict[str, Any], expected: str, configured: Callable[..., Source]
+    changes: dict[str, Any], expected: str, configured: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = configured(**changes)
     assert source.dtype == expected
@@ -184,6 +185,12 @@ def test_the_dtype_is_what_the_config_says_else_the_weights(
         for dtype in (torch.bfloat16, torch.float16):
             save_file({"ids": torch.arange(3), "x": torch.ones(2, dtype=dtype)}, source.files / "model.safetensors")
             assert Source.parse(source.reference).dtype == str(dtype).removeprefix("torch.")
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: source.reference)
+        assert Source.parse("nobody/tiny").dtype == "float16"
+        held = huggingface_hub.utils.TensorInfo("BF16", (2,), (0, 4))
+        found = SimpleNamespace(files_metadata={"": huggingface_hub.utils.SafetensorsFileMetadata({}, {"x": held})})
+        monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *args, **kwargs: found)
+        assert Source.parse("nobody/tiny").dtype == "bfloat16", "of the headers, without a download"
         (source.files / "model.safetensors").write_bytes(b"\xff" * 64)
         assert Source.parse(source.reference).dtype == "float32", "whoever reads it says that it is damaged"
 
