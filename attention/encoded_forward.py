@@ -96,7 +96,7 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        compiles = self.model.config._attn_implementation == "flex_attention"
+        compiles = self.model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
         cache.layers = [EncodedLayer(*layer, decoded=compiles) for layer in self._layers]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing

@@ -75,10 +75,13 @@ class _AsStock:
     """An absorbed module with its own config, whose name flash attention reads; other threads see the module as it is."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self.config = module, module.config.stock
+        vars(self).update(_module=module, config=module.config.stock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
 
 def is_absorbed(module: nn.Module) -> bool:

@@ -35,10 +35,7 @@ def mla_decode(
     scaling: float,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`attention.kernels.decode` for one query per request, without its checks: one read serves all heads.
-
-    Arguments and result are those of `split_kv.decode`; tests and measurements give a `tiling`.
-    """
+    """`attention.kernels.decode` for one query per request: `split_kv.decode`, on the right device."""
     from attention.kernels import split_kv
 
     with torch.cuda.device_of(q_rope):

@@ -3,6 +3,7 @@
 import logging
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ def _inputs(plan: HealPlan, texts: TrainingTexts) -> dict[str, Any]:
 def _made(plan: HealPlan, texts: TrainingTexts, work: Work, progress: Progress) -> dict[str, Any]:
     """Write the healed checkpoint into the work directory, all but its provenance, which is returned, and its card."""
     reader = Reader(plan.converted.files)
+    for one, other in pairwise(sorted(plan.tensors, key=plan.tensors.__getitem__)):
+        if plan.tensors[one] == plan.tensors[other] and not torch.equal(reader[one], reader[other]):
+            raise Refusal(
+                f"config.json ties {one} and {other}, which differ: transformers runs both, and one would be overwritten",
+                hint="set tie_word_embeddings to false, or use --train attention",
+            )
     there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
     if there:
         work.kept = True  # checkpoints of an earlier run outlive whatever fails in this one

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
     """Maps tensors of a checkpoint to the trained parameter that each holds; tied weights are in several tensors.
 
     Raises:
-        Refusal: A trained parameter is made of several tensors, or stands for several that differ.
+        Refusal: A trained parameter is made of several tensors.
         Failure: A trained parameter is in no tensor.
     """
     tensors = ClassTensors(model, reader.infos)
@@ -41,12 +40,6 @@ def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[
                 hint="use --train attention",
             )
         found |= dict.fromkeys(tensors.sources(name), parameter)
-    for first, other in pairwise(sorted(found, key=found.__getitem__)):
-        if found[first] == found[other] and not torch.equal(reader[first], reader[other]):
-            raise Refusal(
-                f"config.json ties {first} and {other}, which differ: transformers runs both, and one would be overwritten",
-                hint="set tie_word_embeddings to false, or use --train attention",
-            )
     if lost := sorted(set(names) - set(found.values())):
         raise Failure(f"the checkpoint has no tensor for {lost[0]}", hint="config.json and the weights are not of one model")
     return found

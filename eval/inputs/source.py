@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 import transformers
 
 from attention import models
@@ -240,19 +241,20 @@ class Source:
         """The dtype of the weights: from the config, else from its files, else float32."""
         named = self.raw.get("dtype") or self.raw.get("torch_dtype")
         if not named:
-            with contextlib.suppress(KvfoldError):  # a damaged file is for those to name who read its weights
-                held = self._stored_dtypes()
+            with contextlib.suppress(Exception):  # nothing is there; or a damaged file, which they name who read its weights
+                held = {str(dtype).removeprefix("torch.") for dtype in self._stored_dtypes()}
                 named = next((name for name in _FLOATS if name in held), None)
         return str(named or "float32").removeprefix("torch.")
 
-    def _stored_dtypes(self) -> set[str]:
-        """The dtypes of its tensors: of a Hub repository from the headers alone, where the Hub has them."""
-        with contextlib.suppress(Exception):  # no network, or pickled weights
-            if self.repository:
-                held = huggingface_hub.get_safetensors_metadata(self.repository, revision=self.commit)
-                kinds = {tensor.dtype for file in held.files_metadata.values() for tensor in file.tensors.values()}
-                return {str(DTYPES[kind]).removeprefix("torch.") for kind in kinds}
-        return {str(info.dtype).removeprefix("torch.") for info in self.reader().infos.values()}
+    def _stored_dtypes(self) -> set[torch.dtype]:
+        """The dtypes of its tensors: of a Hub repository by the headers there, or by what was downloaded before."""
+        if (files := self.directory) is None:
+            where: Any = {"repo_id": str(self.repository), "revision": self.commit}
+            with contextlib.suppress(Exception):  # no network, or pickled weights
+                held = huggingface_hub.get_safetensors_metadata(**where).files_metadata.values()
+                return {DTYPES[one.dtype] for file in held for one in file.tensors.values() if one.dtype in DTYPES}
+            files = Path(huggingface_hub.snapshot_download(**where, local_files_only=True))
+        return {info.dtype for info in Reader(files).infos.values()}
 
     @property
     def max_positions(self) -> int | None:

@@ -505,6 +505,7 @@ def test_tilings_keep_their_rules(size: int, device: Machine) -> None:
             assert found.block_h <= (64 if wgmma else 32)
             assert wgmma or not found.swap
             assert not found.swap or found.block_n >= 64  # rows of a product of wgmma
+    assert choose(64, 512, 64, 2, H200) == Tiling(64, 64, 2, 8, 132, 2)
 
 
 COMPILE = """

@@ -250,11 +250,8 @@ def test_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not asked  # sdpa without a mask: only the stock path knows what that means
         model(tokens(2, 3), past_key_values=cache)
     assert asked == [(3, 13, RANK, NOPE, ROPE, VALUE)] * 3
-    sizes = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
-    assert absorbs(1, 1024, **sizes)
-    assert absorbs(4, 65536, **sizes)
-    assert not absorbs(4096, 4096, **sizes)
-    assert not absorbs(64, 64, **sizes)
+    assert absorbs(1, 1024, 512, 128, 64, 128)
+    assert not absorbs(4096, 4096, 512, 128, 64, 128)
 
 
 def hooked(module: torch.nn.Module) -> None:

@@ -117,6 +117,8 @@ def test_latents_of_kvfolds_class_are_stored_in_few_bits_by_transformers_alone()
 
 def test_unknown_engines_are_refused() -> None:
     assert engine_of(None) is None
+    of_all = (one.engines(FAMILIES[name]) for one in CLASSES.values() for name in one.families)
+    assert all({"transformers"} <= engines <= ENGINES.keys() for engines in of_all)
     with pytest.raises(Refusal, match="no engine 'tgi' is known") as caught:
         engine_of("tgi")
     assert caught.value.hint == "choose transformers, vllm, llama.cpp, or leave it out"
