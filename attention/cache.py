@@ -161,7 +161,7 @@ class _HeldRows:
 class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     """The cache of one layer: keys and values of heads, or a latent and its RoPE key.
 
-    With a window of W, it keeps the newest W - 1 tokens, as transformers' does. `decoded`: attention gets plain tensors.
+    With a window of W, it keeps the newest W - 1 tokens, as transformers' does. `decoded`: it returns plain tensors.
     """
 
     def __init__(self, form: Format, latent: bool, window: int | None = None, decoded: bool = False) -> None:

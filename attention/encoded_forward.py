@@ -70,7 +70,7 @@ class EncodedForward:
                 f"{type(self.model).__name__} does not keep its keys and values in the cache that it is given",
                 hint="load it without cache_dtype",
             )
-        if wanted is False:  # generation asks whether the key is there
+        if wanted is False:  # generation asks whether the key exists
             output = type(output)(**{name: value for name, value in output.items() if name != CACHE})
         return output if (self.model.config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
@@ -96,8 +96,8 @@ class EncodedForward:
                 hint="give none, or an empty DynamicCache",
             )
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        compiles = self.model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
-        cache.layers = [EncodedLayer(*layer, decoded=compiles) for layer in self._layers]
+        flex = self.model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"  # it is compiled
+        cache.layers = [EncodedLayer(*layer, decoded=flex) for layer in self._layers]
         cache.layer_class_to_replicate = None
         if recording:  # assisted generation takes tokens back, so that windows forget nothing
             cache.activate_past_recording()

@@ -72,7 +72,7 @@ class AbsorbedConfig(PackedConfig):
 
 
 class _AsStock:
-    """An absorbed module with its own config, whose name flash attention reads; other threads see the module as it is."""
+    """An absorbed module with its stock config, for attention functions; for other threads, the module stays absorbed."""
 
     def __init__(self, module: Any) -> None:
         vars(self).update(_module=module, config=module.config.stock)

@@ -1,6 +1,7 @@
 """The house rules of DESIGN and CONTRIBUTING that can be checked by reading the code."""
 
 import ast
+import re
 import runpy
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -108,7 +109,9 @@ def leaks(path: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_no_module_breaks_a_rule(path: Path) -> None:
-    assert leaks(path, (ROOT / path).read_text(encoding="utf-8")) == []
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert leaks(path, text) == []
+    assert not re.search(r"^\s*(import eval\b|from \S+ import .*\beval\b)", text, re.MULTILINE), "shadows the builtin"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_every_module_has_its_tests_where_they_are_looked_for() -> None:
 
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
-MOST_LINES = {"product": 26_465, "tests": 23_695}
+MOST_LINES = {"product": 26_465, "tests": 23_691}
 MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 20
 STAYS, RETURNS, DEPTH = 45, 10, 25  # as scripts/follow.py counts them
 

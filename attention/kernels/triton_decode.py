@@ -35,7 +35,7 @@ def mla_decode(
     scaling: float,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`attention.kernels.decode` for one query per request: `split_kv.decode`, on the right device."""
+    """`attention.kernels.decode` for one query per request, without its checks: `split_kv.decode` on the tensors' device."""
     from attention.kernels import split_kv
 
     with torch.cuda.device_of(q_rope):
@@ -52,8 +52,8 @@ def gqa_decode(
 ) -> torch.Tensor:
     """`attention.kernels.decode_grouped` without its checks. Each KV head is one request of H / G query heads, and read once.
 
-    The strides of keys and values let B and G be one dim, and the last is 1; Dv is a multiple of 16; the mask is the same for
-    all heads. The result is contiguous. A `tiling` is one for H / G heads, rank Dv and rope D.
+    Keys and values have strides that let B and G be one dim, and 1 in the last; Dv is a multiple of 16; the mask is the same
+    for all heads. The result is contiguous. A `tiling` is for H / G heads, rank Dv and rope D.
     """
     from attention.kernels import split_kv
 

@@ -20,7 +20,7 @@ from eval.machine.device import rough
 def fitted_values(
     before: Attention, after: Attention, blocks: Sequence[Block], read: torch.Tensor
 ) -> Callable[[float], Attention]:
-    """As `queries.fitted_queries`, of values; `read`: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read."""
+    """Fit values as `queries.fitted_queries` fits queries; `read`: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read."""
     length, lacking = len(blocks[0]), attention_output(before, blocks) - attention_output(after, blocks)
     parts = fitted_spans(len(after.q), len(blocks), length)
     fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(length), parts, strict=True)]

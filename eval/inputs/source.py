@@ -241,7 +241,7 @@ class Source:
         """The dtype of the weights: from the config, else from its files, else float32."""
         named = self.raw.get("dtype") or self.raw.get("torch_dtype")
         if not named:
-            with contextlib.suppress(Exception):  # nothing is there; or a damaged file, which they name who read its weights
+            with contextlib.suppress(KvfoldError, OSError):  # no files, or a damaged one: whoever reads its weights names it
                 held = {str(dtype).removeprefix("torch.") for dtype in self._stored_dtypes()}
                 named = next((name for name in _FLOATS if name in held), None)
         return str(named or "float32").removeprefix("torch.")

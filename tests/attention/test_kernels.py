@@ -506,6 +506,8 @@ def test_tilings_keep_their_rules(size: int, device: Machine) -> None:
             assert wgmma or not found.swap
             assert not found.swap or found.block_n >= 64  # rows of a product of wgmma
     assert choose(64, 512, 64, 2, H200) == Tiling(64, 64, 2, 8, 132, 2)
+    assert choose(32, 512, 64, 2, H200) == Tiling(32, 64, 2, 4, 132, 1, swap=True)
+    assert choose(8, 256, 64, 2, H200) == Tiling(16, 128, 2, 4, 132, 1, swap=True)
 
 
 COMPILE = """
