@@ -17,6 +17,13 @@ from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.planning.budget import LatentBounds
 from eval.inputs.source import Source
 
+SLIDING = ["sliding_attention"] * 3
+PLAIN: dict[str, dict[str, Any]] = {  # without what DeepSeek-V3's class lacks: biases of MLPs and windows have no place there
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "mistral": {"sliding_window": 128},
+    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
+    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
+}
 GLOBAL = {"attention_types": [[["global"], 3]]}
 ONE: dict[str, tuple[str, dict[str, Any]]] = {  # by GPT-2's blocks, one KV head
     "gpt2": ("gpt2", {}),

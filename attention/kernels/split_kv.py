@@ -139,11 +139,10 @@ def _attend(
     """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
 
     A request is a row of the mask, and of its GROUPS one; without SHARED the latent is value alone, and its keys are `k_rope`.
-    The tiles of all requests, in their order, are dealt out in equal shares. Whole tiles leave some programs with one more
-    than others whatever the rule: rounding the share up costs no time, and saves partials; a share below LEAST would cost
-    more in partials than in reading. Programs and requests only go up along the walk, and each step ups one of them: so
-    program + request is a slot that nobody else writes, and those of one request, from and to in `slots [2, B · GROUPS]`,
-    are adjacent.
+    The tiles of all requests, in their order, are dealt out in equal shares. Whole tiles leave some programs with one more than
+    others whatever the rule: rounding the share up costs no time, and saves partials; a share below LEAST would cost more in
+    partials than in reading. Programs and requests only go up along the walk, and each step ups one of them: so program +
+    request is a slot that nobody else writes, and those of one request, from and to in `slots [2, B · GROUPS]`, are adjacent.
 
     The strides of tokens are known when this is compiled: addresses within a tile are then one number a thread and constants,
     and leave the registers to the sums.

@@ -194,8 +194,7 @@ def own_text(
     """A model's own text: `[rows, length]`, int64.
 
     Every token is drawn by the probability that the model gives it: with colder and with hotter samples, conversions lost more.
-    Every other row is a conversation, where the model has a chat template. A text that ends is followed by
-    another one.
+    Every other row is a conversation, where the model has a chat template. A text that ends is followed by another one.
 
     Args:
         source: The model.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from held import PLAIN, SLIDING
 from tiny import ROPES, VOCABULARY, tiny_config
 
 from convert.families import FAMILIES
@@ -10,7 +11,6 @@ from convert.hosts import Host, kvfold, source_class
 from convert.hosts.latent import DEEPSEEK, PORTABLE
 from convert.hosts.sharing import BIGCODE, PHI
 
-SLIDING = ["sliding_attention"] * 3
 DYNAMIC = ROPES["dynamic"]
 SHARE = {"num_attention_heads": 4, "hidden_size": 4 * 47, "rotary_dim": 6}  # 47 · (6 / 47) is below 6
 PADS = [
@@ -18,13 +18,7 @@ PADS = [
     for name in sorted(PHI.families)
     for pad in (VOCABULARY, -VOCABULARY - 1)
 ]
-PLAIN: dict[str, dict[str, Any]] = {
-    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
-    "smollm3": {"no_rope_layers": [1, 1, 1]},
-    "mistral": {"sliding_window": 128},
-    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
-    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
-}
+SEED = {"seed_oss": {"attention_bias": False, "attention_out_bias": False}}
 # Of latents, or of one KV head: a source, and what is said of it; None if it is held.
 LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
     DEEPSEEK: [
@@ -42,7 +36,7 @@ LATENTS: dict[Host, list[tuple[str, dict[str, Any], str | None]]] = {
         ("llama", {"rope_parameters": DYNAMIC}, "RoPE of type 'dynamic' has no fixed list of frequencies"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, None),
-        *((name, PLAIN.get(name, {}), None) for name in DEEPSEEK.families),
+        *((name, (PLAIN | SEED).get(name, {}), None) for name in DEEPSEEK.families),
     ],
     PORTABLE: [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),

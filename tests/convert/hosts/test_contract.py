@@ -15,7 +15,7 @@ import pytest
 import torch
 from alike import decodes_alike
 from forked import run_without_kvfold
-from held import IGNORING, NO_ROPE, Row, full, latent_of, said, small, stock
+from held import IGNORING, NO_ROPE, PLAIN, Row, full, latent_of, said, small, stock
 from latents import WAYS, method_options, same_logits, tolerance
 from rows import rows
 from tiny import tiny_config
@@ -178,24 +178,16 @@ def test_as_many_groups_as_heads_copies_every_bit(model_type: str, shelf: Make, 
 
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
-SLIDING = ["sliding_attention"] * 3
-# Without what DeepSeek-V3's class lacks: output biases have a place there, biases of MLPs and windows have none.
-PLAIN: dict[str, dict[str, Any]] = {
+AS_DEEPSEEK = PLAIN | {
     "seed_oss": {"attention_bias": False, "attention_out_bias": True},
-    "smollm3": {"no_rope_layers": [1, 1, 1]},
-    "mistral": {"sliding_window": 128},
-    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
-    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
     "phi3": {"rope_parameters": held.DEFAULT | {"partial_rotary_factor": 0.75}},
 }
-
-
 WITH_HEADS = [name for name in sorted(LATENT_HOST.families) if FAMILIES[name].has_heads]
 LATENTS: dict[str, Row] = {
     **{case: latent_of(case) for case in WITH_HEADS},
     **{f"{name}, QK-norm": latent_of(f"{name}, QK-norm") for name in held.NORM_SWITCHES},
     **{f"{name}, clipped": latent_of(f"{name}, clipped") for name in held.CLIPPED},
-    **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", PLAIN.get(name, {}))
+    **{f"{name} as deepseek_v3": Row(name, "deepseek_v3", AS_DEEPSEEK.get(name, {}))
        for name in DEEPSEEK.families if FAMILIES[name].has_heads},
     **{f"{name}, a layer kept": latent_of(name)._replace(kept=(1,)) for name in WITH_HEADS},
     "gpt2, layers kept, logits divided by the layer": DIVIDED,
