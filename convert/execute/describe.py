@@ -53,7 +53,8 @@ class PlannedConversion:
         return self.plan.as_dict()
 
     def __str__(self) -> str:
-        return "\n".join([*_plan_lines(self.plan), *_said(self.plan.calibrated), f"would be written to {_where(self.plan)}"])
+        lines = [*_plan_lines(self.plan), str(self.plan.calibrated or ""), f"would be written to {_where(self.plan)}"]
+        return "\n".join(filter(None, lines))
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,7 @@ class Conversion(PlannedConversion):
 
     def __str__(self) -> str:
         lines = [*_plan_lines(self.plan), *_measured(self.provenance), f"written to {_where(self.plan)}"]
-        return "\n".join([*lines, *_said(Calibrated.read(self.provenance))])
-
-
-def _said(calibrated: Calibrated | None) -> list[str]:
-    """For how many positions a result is calibrated, if that is not for all."""
-    return [f"{calibrated} (--calibration-context N calibrates for N)"] if calibrated else []
+        return "\n".join(filter(None, [*lines, str(Calibrated.read(self.provenance) or "")]))
 
 
 def _where(plan: Plan) -> str:

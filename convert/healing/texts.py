@@ -24,14 +24,13 @@ from convert.output.writing import Work
 from convert.planning.retrieval import retrieving
 from convert.planning.texts import MOST_WRITTEN, TextSource, own_tokens, written_before
 from eval.inputs.loading import tokens_of
-from eval.inputs.text import OWN_TEXT, Text, Tokens, joined, tokenize
+from eval.inputs.text import HEALED_ON, OWN_TEXT, Text, Tokens, joined, reach, tokenize
 from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
-_ENOUGH = 2**21  # tokens, or as many as are trained on, that are read of a file
 _SEED = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
 _HELD_OUT = 50  # one token of so many
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens
@@ -192,7 +191,7 @@ class TrainingTexts:
 def _read(plan: HealPlan, text: TextSource) -> Tokens:
     if text.own:
         return own_tokens(OWN, written_before(plan.teacher, text.written, None, plan.context) if text.written else None)
-    read, enough = text.read(), max(_ENOUGH, plan.tokens // len(plan.options.texts))
+    read, enough = text.read(), reach(plan.tokens // len(plan.options.texts), HEALED_ON)
     tokens, start = tokens_of(plan.converted, read, enough), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(

@@ -30,7 +30,6 @@ CLIP = 1.0  # of the norm of all gradients
 _BETA, _DECAY = 0.95, 0.01
 _WARM = 0.01  # share of all steps
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches that were tried
-_NO_SPACE = "PytorchStreamWriter failed"  # torch says so where a disk is full
 
 
 class NotFinite(Failure):
@@ -99,12 +98,7 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         """
         self.args.max_steps, self.args.learning_rate, self._done = steps, rate, done
         self.args.gradient_accumulation_steps = -(-self.plan.batch // self.args.world_size // self.plan.micro_batch)
-        try:
-            self.train(resume_from_checkpoint=str(checkpoint_in(self.args.output_dir, begun)) if begun else None)
-        except RuntimeError as error:
-            if _NO_SPACE in str(error):
-                raise OSError(f"cannot write to {self.args.output_dir}: {str(error).splitlines()[0][:160]}") from error
-            raise
+        self.train(resume_from_checkpoint=str(checkpoint_in(self.args.output_dir, begun)) if begun else None)
 
     def measure(self) -> tuple[float, float]:
         """Mean KL to the teacher and mean loss over the teacher's on the held-out blocks.
@@ -184,6 +178,14 @@ class HealingTrainer(Trainer):  # type: ignore[misc]
         with torch.no_grad():
             for name, weight in weights.items():
                 self._parameters[name].copy_(like(weight, self._parameters[name]))
+
+    def _save_checkpoint(self, *given: Any) -> None:
+        try:
+            super()._save_checkpoint(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # as which torch reports a full disk, in many words
+            raise OSError(f"cannot write to {self.args.output_dir}: {str(error).splitlines()[0][:160]}") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what trains."""

@@ -163,7 +163,7 @@ def staying(family: Family, layers: Collection[int] = (), all_layers: bool = Fal
     if all_layers or len(bounded) == spec.num_layers:
         bounded = set()
     if len(found := bounded | {*layers}) == spec.num_layers:
-        raise Refusal("all layers would stay as they are", hint="name fewer with --keep-layers, or give --all-layers")
+        raise Refusal("all layers would stay as they are", hint="name fewer with --keep-layers")
     return Kept(found, bool(layers))
 
 

@@ -259,8 +259,8 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     whose = f"of {SERVED[form].engine} (--kv-cache-dtype {form}, not tried)" if form in SERVED else f"in {form}"
     cache = "" if form == facts["dtype"] else f" with a cache {whose}"
     rows = []
-    for i, row in enumerate(facts["targets"]):
-        cells = [row["kind"] + (" (source)" if i == 0 else "")]
+    for row in facts["targets"]:
+        cells = [row["kind"] + (" (source)" if row["engines"] is None else "")]
         cells += [bytes_text(row[key]) for key in ("kv_bytes_per_token", "kv_bytes", "weight_bytes")]
         cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])

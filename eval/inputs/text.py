@@ -117,12 +117,12 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
 
-_REACH = 2**19  # tokens of a text, since encoding takes time and memory
+_REACH, HEALED_ON = 2**19, 2**21  # tokens of a text to calibrate and to heal on: encoding takes time and memory
 
 
-def reach(count: int) -> int:
+def reach(count: int, least: int = _REACH) -> int:
     """Tokens of a text, from its start, that blocks with `count` tokens in all may come from."""
-    return max(_REACH, count)
+    return max(least, count)
 
 
 def read_file(path: Path) -> Text:

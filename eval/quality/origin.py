@@ -11,7 +11,7 @@ from attention.spec import AttentionSpec
 from eval.inputs.loading import tokens_of
 from eval.inputs.sealed import checksum, read_object
 from eval.inputs.source import Source
-from eval.inputs.text import Text, Tokens, overlap, reach
+from eval.inputs.text import HEALED_ON, Text, Tokens, overlap, reach
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -137,22 +137,24 @@ def is_cached_in(source: Source, form: str) -> bool:
 
 
 def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], calibrated_on: Tokens | None) -> float | None:
-    """The share of the evaluated `tokens` that calibration has seen; None without calibration or if its text is unknown."""
+    """The share of the evaluated `tokens` that healing or calibration has seen; None without them, or of unknown texts."""
     made = _made(source)
     if calibrated_on is not None:
         return overlap(tokens.ids, calibrated_on.ids)
-    calibration = made.get("calibration") or {}
-    context, texts = calibration.get("context"), calibration.get("texts")
-    if not context or not isinstance(texts, list):
-        return None
-    for text in (one for one in texts if isinstance(one, dict) and isinstance(one.get("tokens"), int)):
-        try:
-            whole = within(reach(text["tokens"]))
-        except Failure:  # damaged far behind what is evaluated
-            return None
-        if len(whole.ids) < context:
-            return None
-        seen = whole.spread(text["tokens"], context)
-        if seen.hash == text.get("hash"):
-            return overlap(tokens.ids, seen.ids)
+    try:
+        for text in (healing := made.get("healing") or {}).get("texts") or []:
+            whole = within(reach(healing["tokens"] // len(healing["texts"]), HEALED_ON))
+            if whole.hash == text["hash"]:  # healing sees blocks from all over it
+                return min(1.0, float(healing["passes"]))
+        for text in (calibration := made.get("calibration") or {}).get("texts") or []:
+            seen = within(reach(text["tokens"])).spread(text["tokens"], calibration["context"])
+            if seen.hash == text["hash"]:
+                return overlap(tokens.ids, seen.ids)
+    except (
+        Failure,
+        AttributeError,
+        KeyError,
+        TypeError,
+    ):  # damaged: the text, far behind what is evaluated, or conversion.json
+        pass
     return None

@@ -20,7 +20,7 @@ SAID = "calibrated for 32 of its source's 128 positions: beyond, its text may be
 def test_every_place_says_it(finished: Find, convert: Convert, letters: Path, warned: Callable[[], list[str]]) -> None:
     made, whole = finished("latent with text"), finished("heads")
     source, out = made.source, made.path
-    assert f"{SAID} (--calibration-context N calibrates for N)" in made.stdout.splitlines()
+    assert SAID in made.stdout.splitlines()
     assert made.provenance.items() >= POSITIONS.items()
     assert made.config.items() >= POSITIONS.items()
     assert f"\n**This model is {SAID}.**\n" in made.card

@@ -42,7 +42,9 @@ def test_a_model_calibrated_on_this_text_is_found_out(checkpoint: Make) -> None:
     shares = [seen_share(stated(source, made), tokens, lambda count: tokens, None)]
     texts[1]["hash"] = "sha256:0"
     shares += [seen_share(stated(source, made), tokens, lambda count: tokens, known) for known in (None, tokens)]
-    assert shares == [overlap(tokens.ids, seen.ids), None, 1]
+    made["healing"] = {"tokens": 100, "passes": 0.25, "texts": [{"text": "a", "hash": tokens.hash}]}
+    shares += [seen_share(stated(source, made), tokens, lambda count: tokens, None)]
+    assert shares == [overlap(tokens.ids, seen.ids), None, 1, 0.25]
     assert shares[0] > 0
 
 
