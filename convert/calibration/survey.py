@@ -78,7 +78,7 @@ class Moments:
                 self._attended.add(heads_of(self._attention, block), ids.to(x.device))
 
     def see_first(self, x: torch.Tensor) -> None:
-        """Count first tokens of texts `[n, T, E]`, each of which reads itself alone, among what attention reads."""
+        """Count first tokens of texts `[n, 1, E]`, each of which reads itself alone, among what attention reads."""
         if self._attended and self._attention.sinks is None:
             projections = self._attention.projections
             self._attended.add_first((projections(x)[1] if projections else x)[:, 0])

@@ -19,7 +19,7 @@ from convert.execute.describe import provenance_of
 from convert.execute.job import Job
 from convert.execute.manifest import Manifest, Unit, without_computed
 from convert.execute.precision import precise_layers
-from convert.execute.sequence import in_sequence, short_texts
+from convert.execute.sequence import first_tokens, in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.statistics import SURVEYED
 from convert.methods.text import TextUse
@@ -86,7 +86,7 @@ def _calibration_bytes(job: Job, text: CalibrationText) -> int:
             needed += surveyed * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if text.calibration.refit:
         converted = (unit for unit in job.manifest.units if unit.layer is not None)
-        needed += inputs + 4 * 4 * short_texts(plan.source.vocabulary).rows.numel() * width
+        needed += inputs + 4 * 4 * len(first_tokens(plan.source.vocabulary).rows) * width
         needed += sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
     there = (file for directory in {job.statistics_in, job.work.steps} for file in directory.iterdir())
     return max(0, needed - sum(file.stat().st_size for file in there))

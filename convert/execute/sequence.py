@@ -1,13 +1,12 @@
 """Converts layers in order, each on the outputs of the converted layers before it, so that it can compensate for their losses.
 
-Two models run side by side over the calibration text and over short texts, one layer at a time: the source, whose outputs are
+Two models run side by side over the calibration text and over first tokens, one layer at a time: the source, whose outputs are
 the aim, and the result so far, not sharpened yet. Finished layers and the inputs of the next one are on disk, where `--resume`
 finds them.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from eval.inputs.sealed import Content, Shelf
 from eval.terminal.progress import stage
 
 _ENDS, _BETWEEN = 384, 256  # tokens of the vocabulary
-_SHORT = 4  # tokens of a short text
 _FAR = 0.03  # of a first token's energy: a layer that lacks more of most is fitted to them, at some cost to the text
 
 # The source's residual stream behind the attention, what the result's heads read, and what should come out of that.
@@ -61,7 +59,7 @@ def in_sequence(job: Job, text: CalibrationText) -> Callable[[int], Content]:
                     pair.student.advance(layer, weights=plain)
             shelf.put(layer, *content)
             done(1)
-    for stream in chain(*both.pairs):
+    for stream in both.streams:
         stream.discard()
     return shelf.get
 
@@ -74,10 +72,10 @@ class _Pair(NamedTuple):
 
 
 class _Both:
-    """Both models, run over the text and over short texts. Arguments as of `in_sequence`.
+    """Both models, run over the text and over first tokens. Arguments as of `in_sequence`.
 
     Attributes:
-        pairs: Over the text, and over short texts.
+        pairs: Over the text, and over texts of one token.
     """
 
     def __init__(self, job: Job, text: CalibrationText) -> None:
@@ -95,24 +93,27 @@ class _Both:
                 LayerStream(result, self._layout, job.manifest, blocks, steps / f"{name}student", plan.runs_on, cache),
             )
 
-        self.pairs = pair(text.blocks, ""), pair(short_texts(plan.source.vocabulary), "short-")
+        self.pairs = pair(text.blocks, ""), pair(first_tokens(plan.source.vocabulary), "first-")
+
+    @property
+    def streams(self) -> list[LayerStream]:
+        return [stream for pair in self.pairs for stream in pair]
 
     def begin(self, missing: int) -> int:
         """The last layer up to `missing` whose inputs exist everywhere; else 0, whose inputs are made anew.
 
         A layer may be missing although later ones exist, because its file was damaged.
         """
-        streams = list(chain(*self.pairs))
-        if there := {layer for layer in set.intersection(*(stream.ready for stream in streams)) if layer <= missing}:
+        if there := {layer for layer in set.intersection(*(stream.ready for stream in self.streams)) if layer <= missing}:
             return max(there)
-        for stream in streams:
+        for stream in self.streams:
             stream.discard()
             stream.embed()
         return 0
 
     def converted(self, layer: int) -> tuple[Content, dict[str, torch.Tensor]]:
         """Convert a layer, and run the source past it; also return its unsharpened tensors, which later fits build on."""
-        job, (text, short) = self._job, self.pairs
+        job, (text, first) = self._job, self.pairs
         if layer in job.spec.kept:
             for pair in self.pairs:
                 pair.teacher.advance(layer)
@@ -123,19 +124,19 @@ class _Both:
         text.teacher.observe(layer, moments.see)
         observed, after = self._changed(source, layer, moments)
         if far := self._lacks_first(layer, after):
-            short.teacher.observe(layer, moments.see_first)
+            first.teacher.observe(layer, moments.see_first)
             observed, after = self._changed(source, layer, moments)
         errors, fit = job.error_of(source, after, observed), OutputFit(after)
         self._run(text, layer, after, lambda _, read, target: fit.see(read, target))
         if far:
             usual = text.teacher.select(layer, [0]).hidden.norm(dim=-1).median()
-            count = FIRST_TOKENS * text.teacher.text.rows.numel() / short.teacher.text.rows.numel()
+            count = FIRST_TOKENS * text.teacher.text.rows.numel() / first.teacher.text.rows.numel()
 
             def see(stream: torch.Tensor, read: torch.Tensor, target: torch.Tensor) -> None:
                 # Tokens that are sinks already count less: much is missing in them, and matters little.
                 fit.see(read, target, count * (usual / stream.norm(dim=-1)).square().clamp_max(1))
 
-            self._run(short, layer, after, see)
+            self._run(first, layer, after, see)
         fitted = fit.record()
         last = sharpened(fitted, errors.get("output_error", 0.0), observed)
         return job.as_stored(layer, tensors, last, errors), job.as_stored(layer, tensors, fitted, errors)[0]
@@ -145,7 +146,7 @@ class _Both:
         fit, lacking = OutputFit(after), list[torch.Tensor]()
 
         def see(stream: torch.Tensor, read: torch.Tensor, target: torch.Tensor) -> None:
-            lacking.append((fit.missing(read, target).square().sum(-1) > _FAR * stream.square().sum(-1))[:, 0])
+            lacking.append(fit.missing(read, target).square().sum(-1) > _FAR * stream.square().sum(-1))
 
         self._run(self.pairs[1], layer, after, see)
         return bool(torch.cat(lacking).float().mean() > 0.5) and self._job.plan.family.traits.adds_output
@@ -169,14 +170,11 @@ class _Both:
         pair.teacher.advance(layer, attended=attended)
 
 
-def short_texts(vocabulary: int) -> Blocks:
-    """Texts of four tokens, `[n, 4]`: each of n tokens is first in one, and later in three, in an order that is shuffled.
+def first_tokens(vocabulary: int) -> Blocks:
+    """Texts of one token, `[n, 1]`: the lowest and the highest ids, often bytes and control tokens, and some between.
 
-    They are the lowest and the highest ids, often bytes and control tokens, and some between. The first token of a text reads
-    itself alone. What early layers make of it decides whether it becomes a sink of attention (massive activations, arXiv
-    2402.17762), without which a model is lost. Calibration text has only one per block. Later tokens must not become sinks.
+    The first token of a text reads itself alone. What early layers make of it decides whether it becomes a sink of attention
+    (massive activations, arXiv 2402.17762), without which a model is lost. Calibration text has only one per block.
     """
     ids = {*range(vocabulary)[:_ENDS], *range(vocabulary)[-_ENDS:], *evenly_spread(min(_BETWEEN, vocabulary), vocabulary)}
-    first, seeded = torch.tensor(sorted(ids)), torch.Generator().manual_seed(0)
-    later = [first[torch.randperm(len(first), generator=seeded)] for _ in range(_SHORT - 1)]
-    return Blocks.whole(torch.stack([first, *later], dim=1))
+    return Blocks.whole(torch.tensor(sorted(ids))[:, None])

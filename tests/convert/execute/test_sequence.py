@@ -94,27 +94,22 @@ def test_first_tokens_of_texts_are_fitted_where_much_of_them_is_missing(
 ) -> None:
     name = "model.embed_tokens.weight"  # that of padding may be zero, and says nothing of other tokens
     source = damage(checkpoint(num_key_value_heads=8, num_hidden_layers=2), lambda tensors: tensors[name][0].zero_())
-    texts = sequence.short_texts(read(source / "config.json")["vocab_size"]).rows
+    ids = sequence.first_tokens(read(source / "config.json")["vocab_size"]).rows
     for module in (sequence, survey):
         monkeypatch.setattr(module, "FIRST_TOKENS", 10)
-    for name, far, tokens in (("not", 1, 4), ("fitted", 1e-6, 4), ("alone", 1e-6, 1)):
+    for far in (1, 1e-6):
         monkeypatch.setattr(sequence, "_FAR", far)
-        monkeypatch.setattr(sequence, "_SHORT", tokens)
-        ok(convert(command, source, tmp_path / name, *SIZES[command], *on))
-    first = texts[:, :1]
-    assert nats_between(tmp_path / "fitted", source, first) < 0.9 * nats_between(tmp_path / "not", source, first)
-    assert nats_between(tmp_path / "fitted", source, texts) < nats_between(tmp_path / "alone", source, texts), "later tokens"
-    plain, found = weights(tmp_path / "not"), weights(tmp_path / "fitted")
+        ok(convert(command, source, tmp_path / f"{far}", *SIZES[command], *on))
+    assert nats_between(tmp_path / "1e-06", source, ids) < 0.9 * nats_between(tmp_path / "1", source, ids)
+    plain, found = weights(tmp_path / "1"), weights(tmp_path / "1e-06")
     changed = [name for name in plain if "layers.0.self_attn" in name and not torch.equal(plain[name], found[name])]
     assert len(changed) > 1, "not outputs alone"
 
 
-def test_short_texts_begin_with_both_ends_of_a_vocabulary_and_some_between() -> None:
-    texts = sequence.short_texts(151_936).rows
-    ids = texts[:, 0].tolist()
+def test_first_tokens_are_both_ends_of_a_vocabulary_and_some_between() -> None:
+    ids = sequence.first_tokens(151_936).rows.flatten().tolist()
     assert (len(ids), ids[:384], ids[-384:]) == (1022, [*range(384)], [*range(151_552, 151_936)])
-    assert [sorted(later) for later in texts.T.tolist()] == 4 * [ids]
-    assert sequence.short_texts(5).rows[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert sequence.first_tokens(5).rows.flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
