@@ -74,8 +74,7 @@ def _remarks(report: Report) -> list[str]:
     context = max([protocol["context"], *(other["context"] for other in report.get("other_contexts", []))])
     context = max([context, *(one["at"] or 0 for model in report.get("probes") or [] for one in model["found"])])
     flattered = [
-        f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
-        "which flatters its figures."
+        f"Warning: {model['name']} was fitted to text that holds {100 * overlap:.3g} % of this one, which flatters its figures."
         for model in report["models"]
         if (overlap := model.get("calibration_overlap") or 0.0) > WARN_ABOVE
     ]

@@ -69,7 +69,7 @@ def test_an_evaluation_fills_the_card_and_warns_of_the_text_that_was_fitted(fini
     assert "of this one, which flatters these figures" in made.card
     text = made.command[made.command.index("--text") + 1]
     shown = ok(convert("eval", made.source, made.path, "--text", text, "--max-tokens", 256)).stdout
-    assert f"Warning: {made.path.name} was calibrated on text that holds" in shown
+    assert f"Warning: {made.path.name} was fitted to text that holds" in shown
 
 
 @pytest.mark.parametrize(("head_dim", "blocks"), [(32, True), (16, False)])

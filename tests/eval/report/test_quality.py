@@ -79,7 +79,7 @@ def test_a_large_loss_is_said_in_words() -> None:
 
 
 WARNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"calibration_overlap": 0.25}, {"calibration_overlap": 0.009}, "was calibrated on text that holds 25 % of this one"),
+    ({"calibration_overlap": 0.25}, {"calibration_overlap": 0.009}, "was fitted to text that holds 25 % of this one"),
     (
         {"calibration_context": 256},
         {"calibration_context": 1024},
