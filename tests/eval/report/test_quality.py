@@ -253,7 +253,7 @@ def test_markdown_shows_hostile_names_as_they_are() -> None:
     shown = reports.to_markdown(report)
     assert shown.count(ESCAPED) == 4, "name, method, text and warning"
     assert f"text {ESCAPED}, " in shown
-    assert f"Warning: {ESCAPED} was calibrated" in shown
+    assert f"Warning: {ESCAPED} was fitted" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
 
 
