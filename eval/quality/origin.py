@@ -1,6 +1,7 @@
 """How a model was made, from what and on which text, by its conversion.json; whether the first one can be compared with it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,20 +142,14 @@ def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], 
     made = _made(source)
     if calibrated_on is not None:
         return overlap(tokens.ids, calibrated_on.ids)
-    try:
+    shares, damaged = list[float](), (Failure, AttributeError, KeyError, TypeError, ZeroDivisionError)
+    with suppress(*damaged):  # the text, far behind what is evaluated; or conversion.json
         for text in (healing := made.get("healing") or {}).get("texts") or []:
             whole = within(reach(healing["tokens"] // len(healing["texts"]), HEALED_ON))
-            if whole.hash == text["hash"]:  # healing sees blocks from all over it
-                return min(1.0, float(healing["passes"]))
+            if whole.hash == text["hash"]:
+                shares.append(min(1.0, float(healing["passes"])))  # of blocks from all over it
         for text in (calibration := made.get("calibration") or {}).get("texts") or []:
             seen = within(reach(text["tokens"])).spread(text["tokens"], calibration["context"])
             if seen.hash == text["hash"]:
-                return overlap(tokens.ids, seen.ids)
-    except (
-        Failure,
-        AttributeError,
-        KeyError,
-        TypeError,
-    ):  # damaged: the text, far behind what is evaluated, or conversion.json
-        pass
-    return None
+                shares.append(overlap(tokens.ids, seen.ids))
+    return max(shares, default=None)
