@@ -99,6 +99,8 @@ def test_a_cache_in_another_format_says_so_and_names_what_stores_it(source: Sour
     assert found["targets"][0]["kv_bytes_per_token"] == 3 * 2 * 4 * (8 + 4)
     assert [row["engines"] for row in found["targets"]] == [None] + [["transformers"]] * (len(found["targets"]) - 1)
     assert " in bfloat16 with a cache in int8, batch 2" in str(found)
+    latents = capacity(source(head_dim=32), "bfloat16", 2, 100, ROOM, cache_dtype="mixed")  # no format of heads
+    assert [str(shown).count(" (source) |") for shown in (found, latents)] == [1, 0]
     found = capacity(source(head_dim=32), "bfloat16", 2, 100, ROOM, cache_dtype="fp4_mx_block16")
     assert "with a cache of SGLang 0.5.23 (--kv-cache-dtype fp4_mx_block16, not tried), batch 2" in str(found)
     kinds = [row["kind"] for row in found["targets"]]
