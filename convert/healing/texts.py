@@ -24,7 +24,7 @@ from convert.output.writing import Work
 from convert.planning.retrieval import retrieving
 from convert.planning.texts import MOST_WRITTEN, TextSource, own_tokens, written_before
 from eval.inputs.loading import tokens_of
-from eval.inputs.text import HEALED_ON, OWN_TEXT, Text, Tokens, joined, reach, tokenize
+from eval.inputs.text import HEALED_ON, OWN_TEXT, Text, Tokens, joined, tokenize
 from eval.machine.device import compute_device
 from eval.terminal.progress import Progress
 
@@ -191,7 +191,7 @@ class TrainingTexts:
 def _read(plan: HealPlan, text: TextSource) -> Tokens:
     if text.own:
         return own_tokens(OWN, written_before(plan.teacher, text.written, None, plan.context) if text.written else None)
-    read, enough = text.read(), reach(plan.tokens // len(plan.options.texts), HEALED_ON)
+    read, enough = text.read(), max(HEALED_ON, plan.tokens // len(plan.options.texts))
     tokens, start = tokens_of(plan.converted, read, enough), Text(read.name, read.text[:_START])
     if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(

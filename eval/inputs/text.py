@@ -120,9 +120,9 @@ DATASETS = tuple(_DATASETS)
 _REACH, HEALED_ON = 2**19, 2**21  # tokens of a text to calibrate and to heal on: encoding takes time and memory
 
 
-def reach(count: int, least: int = _REACH) -> int:
+def reach(count: int) -> int:
     """Tokens of a text, from its start, that blocks with `count` tokens in all may come from."""
-    return max(least, count)
+    return max(_REACH, count)
 
 
 def read_file(path: Path) -> Text:

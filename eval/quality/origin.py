@@ -145,7 +145,7 @@ def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], 
     shares, damaged = list[float](), (Failure, AttributeError, KeyError, TypeError, ZeroDivisionError)
     with suppress(*damaged):  # the text, far behind what is evaluated; or conversion.json
         for text in (healing := made.get("healing") or {}).get("texts") or []:
-            whole = within(reach(healing["tokens"] // len(healing["texts"]), HEALED_ON))
+            whole = within(max(HEALED_ON, healing["tokens"] // len(healing["texts"])))
             if whole.hash == text["hash"]:
                 shares.append(min(1.0, float(healing["passes"])))  # of blocks from all over it
         for text in (calibration := made.get("calibration") or {}).get("texts") or []:
