@@ -18,7 +18,7 @@ from convert.planning.budget import LatentBounds
 from eval.inputs.source import Source
 
 SLIDING = ["sliding_attention"] * 3
-PLAIN: dict[str, dict[str, Any]] = {  # without what DeepSeek-V3's class lacks: biases of MLPs and windows have no place there
+PLAIN: dict[str, dict[str, Any]] = {  # Leave out what DeepSeek-V3's class cannot hold, such as windows.
     "smollm3": {"no_rope_layers": [1, 1, 1]},
     "mistral": {"sliding_window": 128},
     "ministral": {"sliding_window": 128, "layer_types": SLIDING},

@@ -184,7 +184,7 @@ def test_every_module_has_its_tests_where_they_are_looked_for() -> None:
 
 
 # The house is to become smaller: what is reached is kept. Lower these whenever something goes.
-MOST_LINES = {"product": 26_461, "tests": 23_688}
+MOST_LINES = {"product": 26_456, "tests": 23_688}
 MOST_BYTES_OF_DOCUMENTS, MOST_IMPORTS = 80_000, 20
 STAYS, RETURNS, DEPTH = 45, 10, 25  # as scripts/follow.py counts them
 
